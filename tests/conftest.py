@@ -1,0 +1,68 @@
+"""What the tests share: a real `accelerate launch`, records, weights, and real data where a developer has some."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
+sys.path.insert(0, str(ROOT))
+
+STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
+
+
+class Result:
+    """A finished run of a script: exit code, output, and what lies in its output directory."""
+
+    def __init__(self, code, out, err, folder):
+        self.code, self.out, self.err, self.folder = code, out, err, folder
+
+    @property
+    def record(self):
+        return json.loads((self.folder / "run.json").read_text())
+
+    @property
+    def losses(self):
+        return [loss for _, loss in self.record["loss_history"]]
+
+    @property
+    def weights(self):
+        return load_file(self.folder / "model.safetensors")
+
+    def error_line(self):
+        """The one line in which the script says what is wrong; everything else on stderr is the launcher's."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, f"expected one error line, got {lines} in:\n{self.err}"
+        assert self.code != 0
+        return lines[0]
+
+
+def run(command, folder=None, env=None, timeout=240):
+    """Run a command in the project's root and return its Result."""
+    full = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {})
+    done = subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=timeout)
+    return Result(done.returncode, done.stdout, done.stderr, folder)
+
+
+def launch(strategy, script, folder, *flags, processes=None, env=None, ok=True, timeout=240):
+    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says which exit code is expected."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    command += ["--num_processes", str(processes)] if processes else []
+    command += [str(script), "--output_dir", str(folder), *map(str, flags)]
+    result = run(command, Path(folder), env, timeout)
+    if ok:
+        assert result.code == 0, f"{' '.join(command)}\n{result.out}\n{result.err}"
+    return result
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    if not REAL_DATA.exists():
+        pytest.skip("no real data on this machine")
+    return REAL_DATA

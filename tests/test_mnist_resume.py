@@ -1,0 +1,136 @@
+"""Nothing lost: killed and preempted runs of train_mnist_rnn.py end where an undisturbed run ends, bit for bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import STRATEGIES, launch
+
+SPY = "tests/spy_mnist.py"
+# 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14, 21, 22, 28, 35 ...
+FLAGS = "--dataset digits --num_epochs 2 --per_device_train_batch_size 32 --checkpointing_steps 7 --dropout 0.2".split()
+
+
+def ids_seen(folder, rank):
+    """The sample ids of each step that a rank trained on, in order."""
+    return [json.loads(line) for line in (folder / f"ids_{rank}.jsonl").read_text().splitlines()]
+
+
+def spied(strategy, folder, *flags, ok=True, **env):
+    """A spied run into `folder`, its notes in `folder` too."""
+    folder.mkdir(exist_ok=True)
+    return launch(strategy, SPY, folder, *FLAGS, *flags, env={"SPY_DIR": str(folder), **env}, ok=ok)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """strategy -> the Result of a run that nothing happened to."""
+    results = {}
+
+    def get(strategy):
+        if strategy not in results:
+            results[strategy] = spied(strategy, tmp_path_factory.mktemp("undisturbed") / strategy)
+        return results[strategy]
+
+    return get
+
+
+def assert_same_end(result, reference):
+    """The same losses of every step, evaluations and final weights, bit for bit."""
+    assert result.record["status"] == "completed"
+    assert result.record["loss_history"] == reference.record["loss_history"]
+    assert result.record["metrics"] == reference.record["metrics"]
+    weights = reference.weights
+    assert result.weights.keys() == weights.keys()
+    for name, weight in result.weights.items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def step_of(path):
+    return int(str(path).split("step_")[1])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
+    reference = undisturbed(strategy)
+    folder = tmp_path / "run"
+    killed = spied(strategy, folder, SPY_SIGNAL="SIGKILL 1 31", ok=False)  # in the middle of the second epoch
+    assert killed.code != 0 and not (folder / "run.json").exists()
+    seen_before = {rank: ids_seen(folder, rank) for rank in (0, 1)}
+    for rank in (0, 1):
+        (folder / f"ids_{rank}.jsonl").unlink()
+
+    resumed = spied(strategy, folder, "--resume")
+    assert step_of(resumed.record["resumed_from"]) == 28
+    for rank in (0, 1):
+        whole = ids_seen(reference.folder, rank)
+        assert len(whole) == 44
+        assert seen_before[rank][:31] == whole[:31]
+        assert ids_seen(folder, rank) == whole[28:], "the resumed run must see exactly the remaining samples, in order"
+    assert_same_end(resumed, reference)
+
+
+@pytest.mark.parametrize("strategy, signal, rank", [("ddp", "SIGTERM", 1), ("fsdp", "SIGUSR1", 0), ("zero3", "SIGTERM", 0)])
+def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, signal, rank, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    stopped = spied(strategy, folder, SPY_SIGNAL=f"{signal} {rank} 24")
+    assert stopped.code == 0
+    record = stopped.record
+    assert record["status"] == "preempted" and "--resume" in stopped.out
+    # Ranks agree where they meet anyway: here, at the checkpoint of step 28.
+    assert record["steps"] == 28 and len(record["loss_history"]) == 28
+    assert [len(ids_seen(folder, rank)) for rank in (0, 1)] == [28, 28]
+
+    resumed = spied(strategy, folder, "--resume")
+    assert step_of(resumed.record["resumed_from"]) == 28
+    assert_same_end(resumed, undisturbed(strategy))
+
+
+def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    killed = spied("ddp", folder, SPY_SAVE="SIGKILL 3", ok=False)  # in the save of step 21
+    assert killed.code != 0
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["last", "step_00000007", "step_00000014", "step_00000021.partial"]
+
+    newest = folder / "checkpoints" / "step_00000014" / "optimizer.bin"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    resumed = spied("ddp", folder, "--resume")
+    assert "skipping the damaged checkpoint" in resumed.out and "step_00000014" in resumed.out
+    assert step_of(resumed.record["resumed_from"]) == 7
+    assert_same_end(resumed, undisturbed("ddp"))
+    assert not list((folder / "checkpoints").glob("*.partial"))
+
+
+def test_old_checkpoints_are_pruned_and_best_and_last_are_kept(undisturbed):
+    result = undisturbed("fsdp")
+    checkpoints = result.folder / "checkpoints"
+    assert (checkpoints / "last").resolve().name == "step_00000044"
+    progress = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["progress"]
+    best = max(range(2), key=lambda epoch: progress["evaluations"][epoch]["accuracy"])
+    assert (checkpoints / "best").resolve().name == f"step_{22 * (best + 1):08d}"
+    kept = {path.name for path in checkpoints.glob("step_*")}
+    assert kept == {"step_00000042", "step_00000044", (checkpoints / "best").resolve().name}
+
+
+def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed("ddp").folder, folder, symlinks=True)
+    (folder / "run.json").unlink()  # as if it had been killed just before the end
+
+    def refused(strategy, *flags, **options):
+        return launch(strategy, SPY, folder, *FLAGS, "--resume", *flags, ok=False, **options).error_line()
+
+    assert "model lstm-64 -> lstm-32" in refused("ddp", "--hidden_size", 32)
+    assert "strategy ddp -> fsdp" in refused("fsdp")
+    assert "processes 2 -> 1" in refused("ddp", processes=1)
+
+
+def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
+    result = undisturbed("ddp")
+    before = (result.folder / "run.json").read_bytes()
+    again = launch("ddp", SPY, result.folder, *FLAGS, "--resume")
+    assert "holds a completed run already" in again.out
+    assert "holds another run" in launch("ddp", SPY, result.folder, *FLAGS, ok=False).error_line()
+    assert (result.folder / "run.json").read_bytes() == before
