@@ -266,10 +266,8 @@ def main():
     set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_images.pixels.shape[2], args.hidden_size, args.dropout)
     run.parameters = sum(parameter.numel() for parameter in model.parameters())
-    if strategy == "dp":
-        model = nn.DataParallel(model.to(accelerator.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare(accelerator, strategy, model, optimizer)
     # The schedule is not prepared: accelerate would step it once for every process.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.learning_rate, run.total_steps, cycle_momentum=False)
     accelerator.register_for_checkpointing(schedule)
@@ -389,6 +387,16 @@ def make_accelerator(args):
     return accelerator, "ddp"
 
 
+def prepare(accelerator, strategy, model, optimizer):
+    """Wrap model and optimizer for the strategy: `accelerator.prepare`, and two things that it does not know of."""
+    if strategy == "dp":
+        model = nn.DataParallel(model.to(accelerator.device))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if strategy == "fsdp" and accelerator.device.type == "cpu":
+        model.set_force_sum_reduction_for_comms(True)  # gloo cannot average: torch 2.8 lets it sum gradients instead
+    return model, optimizer
+
+
 # ----------------------------------------------------- runs, checkpoints and records: the same in both scripts
 
 
@@ -497,7 +505,7 @@ class Run:
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
         here = Path(__file__).resolve()
-        git = subprocess.run(["git", "-C", here.parent, "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=here.parent, capture_output=True, text=True)
         ranks = gather_object([describe_rank()])
         record = {
             "script": here.name,

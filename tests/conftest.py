@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,15 @@ def launch(strategy, script, folder, *flags, processes=None, env=None, ok=True, 
     if ok:
         assert result.code == 0, f"{' '.join(command)}\n{result.out}\n{result.err}"
     return result
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """Give pytest its signal handlers back after a test that ran a script's main() in this process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,9 @@ def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
     assert_same_end(resumed, reference)
 
 
-@pytest.mark.parametrize("strategy, signal, rank", [("ddp", "SIGTERM", 1), ("fsdp", "SIGUSR1", 0), ("zero3", "SIGTERM", 0)])
+@pytest.mark.parametrize(
+    "strategy, signal, rank", [("ddp", "SIGTERM", 1), ("fsdp", "SIGUSR1", 0), ("zero3", "SIGTERM", 0)]
+)
 def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, signal, rank, undisturbed, tmp_path):
     folder = tmp_path / "run"
     stopped = spied(strategy, folder, SPY_SIGNAL=f"{signal} {rank} 24")

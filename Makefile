@@ -1,0 +1,41 @@
+# `make train` and `make test` do everything on a fresh machine; `make help` lists the rest.
+PYTHON ?= python3
+# The pinned set. Python 3.10 gets the older one; so should a driver older than 580: make train CONSTRAINTS=constraints-cu128.txt
+CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')")
+BIN := .venv/bin
+# All visible GPUs, or else two CPU processes.
+PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/installed  ## make .venv and install requirements.txt into it
+dev: .venv/installed-dev
+
+.venv/installed: requirements.txt $(CONSTRAINTS)
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
+	echo $(CONSTRAINTS) > $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $$(cat .venv/installed)
+	touch $@
+
+train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no download, no GPU needed
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
+		train_mnist_rnn.py --dataset digits --num_epochs 30
+
+test: dev  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: dev  ## check the style
+	$(BIN)/ruff check .
+
+bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, takes minutes
+	$(BIN)/python benchmarks/mnist.py
+
+clean:  ## remove .venv
+	rm -rf .venv
+
+.PHONY: help setup dev train test lint bench clean

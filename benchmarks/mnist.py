@@ -1,0 +1,154 @@
+"""Accuracy and speed of train_mnist_rnn.py, side by side with what a user would write instead.
+
+    python benchmarks/mnist.py [--data_dir data] [--repeats 5]     about 10 minutes on two CPU cores
+
+Every comparison alternates A and B within one call and reports the median of the ratios, as machines are shared and
+noisy. One thread a process throughout, as OMP_NUM_THREADS=1 makes of it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+STEPS = 937  # an epoch of MNIST at batch 64
+
+
+def train_by_hand(data_dir, batches):
+    """Seconds of one epoch of the script's model and optimizer in a bare PyTorch loop over `batches`."""
+    import train_mnist_rnn as script
+
+    torch.manual_seed(0)
+    model = script.RowLSTM(28, 64, 0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.005, STEPS, cycle_momentum=False)
+    clock, losses = time.perf_counter(), []
+    for step, (rows, labels) in enumerate(batches, 1):
+        loss = F.cross_entropy(model(rows), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % 50 == 0:
+            losses = torch.stack(losses).tolist() and []
+    assert step == STEPS
+    return time.perf_counter() - clock
+
+
+def loader_epoch(data_dir):
+    """The style of PyTorch's mnist_rnn example: torchvision's transforms, sample by sample, in a DataLoader."""
+    from torchvision import datasets, transforms
+
+    steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    mnist = datasets.MNIST(data_dir, train=True, download=True, transform=steps)
+    loader = torch.utils.data.DataLoader(mnist, batch_size=64, shuffle=True, drop_last=True)
+    return train_by_hand(data_dir, ((images.squeeze(1), labels) for images, labels in loader))
+
+
+def bare_epoch(data_dir):
+    """The script's own tensors and batches, without accelerate."""
+    import train_mnist_rnn as script
+
+    namespace = argparse.Namespace(dataset="mnist", data_dir=data_dir)
+    images = script.load_images(script.Accelerator(cpu=True), namespace)[0]
+    return train_by_hand(data_dir, (images.batch(ids) for ids in script.epoch_order(60_000, 0, 0, 64)))
+
+
+def sync_milliseconds(_):
+    """What it costs once that ranks exchange their losses and their wish to stop."""
+    import train_mnist_rnn as script
+
+    accelerator = script.Accelerator(cpu=True)
+    values = torch.zeros(script.SYNC_STEPS + 1)
+    for calls in (20, 500):  # the first are the warm-up
+        accelerator.wait_for_everyone()
+        clock = time.perf_counter()
+        for _ in range(calls):
+            accelerator.reduce(values, "mean").tolist()
+    milliseconds = (time.perf_counter() - clock) / calls * 1000
+    accelerator.end_training()
+    return milliseconds
+
+
+ROLES = {"loader": loader_epoch, "bare": bare_epoch, "sync": sync_milliseconds}
+
+
+def in_a_process(role, data_dir, launcher=()):
+    """Run one of ROLES in a fresh process, optionally under a launcher; returns its number."""
+    command = [sys.executable, *launcher, __file__, "--role", role, "--data_dir", data_dir]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(done.stdout.split("number:")[1].split()[0])
+
+
+def record(strategy, data_dir, *flags):
+    """The run.json of a run of the script under a strategy's YAML."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0",
+                   "--config_file", f"accelerate_configs/{strategy}.yaml", "train_mnist_rnn.py",
+                   "--data_dir", data_dir, "--output_dir", folder, *map(str, flags)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        return json.loads((Path(folder) / "run.json").read_text())
+
+
+def row(name, values, unit, target):
+    spread = f"{min(values):.4g} to {max(values):.4g}"
+    print(f"| {name} | {statistics.median(values):.4g} {unit} | {spread} | {target} |", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", default="data", help="as in train_mnist_rnn.py")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of each comparison")
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        number = ROLES[args.role](args.data_dir)
+        return print("number:", number) if os.environ.get("RANK", "0") == "0" else None
+    os.environ["OMP_NUM_THREADS"] = "1"
+    data, repeats = str(Path(args.data_dir).resolve()), range(args.repeats)
+
+    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
+    print("| what | median | from to | target |\n|---|---|---|---|")
+    accuracies = [record("baseline", data, "--seed", seed)["metrics"]["accuracy"] * 100 for seed in range(3)]
+    mean = statistics.mean(accuracies)
+    row(f"test accuracy with the defaults, seeds 0 to 2 (mean {mean:.2f} %)", accuracies, "%", "mean >= 98.5 %")
+
+    epoch = ["--max_train_steps", STEPS]
+    ours, loader, bare = [], [], []
+    for _ in repeats:
+        loader.append(in_a_process("loader", data))
+        ours.append(record("baseline", data, *epoch)["seconds"]["train"])
+        bare.append(in_a_process("bare", data))
+    row("an epoch of the script, batch 64, one process", ours, "s", "")
+    row("... of a loop over a DataLoader with torchvision's transforms", loader, "s", "")
+    row("... of a bare loop over the script's tensors", bare, "s", "")
+    row("DataLoader loop / script, one thread each", [b / a for a, b in zip(ours, loader, strict=True)], "times", ">= 3.5")
+    row("script / bare loop", [a / b for a, b in zip(ours, bare, strict=True)], "times", "<= 1.05")
+
+    for batch, target in ((256, ">= 1.7"), (64, "")):
+        flags, ratios = ["--per_device_train_batch_size", batch, "--max_train_steps", 90_000 // batch], []
+        for _ in repeats:
+            one = record("baseline", data, *flags)["samples_per_second"]
+            ratios.append(record("ddp", data, *flags)["samples_per_second"] / one)
+        row(f"samples/s of two DDP processes / one, batch {batch} a device", ratios, "times", target)
+
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file",
+                "accelerate_configs/ddp.yaml"]  # fmt: skip
+    step_ms = 1000 * statistics.median(ours) / STEPS
+    share = [in_a_process("sync", data, launcher) / (50 * step_ms) * 100 for _ in repeats]
+    row("agreeing on whether to stop, of the training time", share, "%", "< 1 %")
+
+
+if __name__ == "__main__":
+    main()

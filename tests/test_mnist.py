@@ -1,0 +1,243 @@
+"""train_mnist_rnn.py under every strategy: the same numbers, every sample once, and a complete record."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+from conftest import ROOT, STRATEGIES, launch, run
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_mnist_resume import SPY, ids_seen
+
+import train_mnist_rnn as script
+
+SCRIPT = "train_mnist_rnn.py"
+SAME_RUN = "--dataset digits --num_epochs 2 --dropout 0".split()  # 44 steps of a global batch of 64
+
+
+def batch_flags(micro_batch, accumulation):
+    return ["--per_device_train_batch_size", micro_batch, "--gradient_accumulation_steps", accumulation]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baseline")
+    return launch("baseline", SPY, folder, *SAME_RUN, *batch_flags(64, 1), env={"SPY_DIR": str(folder)})
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, tmp_path):
+    flags = [*SAME_RUN, *batch_flags(32 // accumulation, accumulation), "--per_device_eval_batch_size", 7]
+    result = launch(strategy, SPY, tmp_path, *flags, env={"SPY_DIR": str(tmp_path)})
+    record, reference = result.record, baseline.record
+    assert (record["strategy"], record["processes"], record["devices"]) == (strategy, 2, 2)
+    assert record["global_batch_size"] == reference["global_batch_size"] == 64
+
+    assert len(result.losses) == 44
+    assert result.losses == pytest.approx(baseline.losses, rel=1e-4)
+    assert result.weights.keys() == baseline.weights.keys()
+    for name, weight in baseline.weights.items():
+        torch.testing.assert_close(result.weights[name], weight, rtol=1e-3, atol=1e-5, msg=name)
+    # 360 test images in batches of 7 from 2 processes: the last round is uneven, and each image still counts once.
+    assert record["metrics"] == reference["metrics"]
+
+    steps = ids_seen(baseline.folder, 0)
+    mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
+    for step, ids in enumerate(steps):
+        micro_batches = [mine[rank][step * accumulation + micro] for micro in range(accumulation) for rank in (0, 1)]
+        assert sorted(sum(micro_batches, [])) == sorted(ids), f"step {step + 1} saw other samples"
+
+
+def test_dp_is_the_baseline_on_one_device_and_says_so(baseline, tmp_path):
+    result = launch("dp", SCRIPT, tmp_path, *SAME_RUN)
+    assert result.record["strategy"] == "dp" and result.record["devices"] == 1
+    assert "dp: one process" in result.out
+    assert result.losses == baseline.losses
+
+
+def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_path):
+    """Three processes: the record is complete, TensorBoard can read the logs, the learning rate is the baseline's."""
+    flags = ["--max_train_steps", 30, "--dropout", 0, *batch_flags(21, 1), "--per_device_eval_batch_size", 11]
+    three = launch("ddp", SCRIPT, tmp_path / "three", "--dataset", "digits", *flags, "--with_tracking", processes=3)
+    record = three.record
+    fields = """script strategy nodes processes devices device_name precision dynamo per_device_batch_size
+        gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
+        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from versions git_commit
+        slurm_job_id argv"""
+    assert set(record) == set(fields.split())
+    assert record["global_batch_size"] == 63 and record["steps"] == 30 and record["status"] == "completed"
+    assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
+    assert all(rank["real"] >= rank["user"] > 0 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
+    seconds = record["seconds"]
+    assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
+    assert record["samples_per_second"] > 0 and record["resumed_from"] is None and record["tokens"] is None
+
+    # The saved weights, evaluated by hand in this process, give the accuracy that three processes counted.
+    model = script.RowLSTM(8, 64, 0.0).eval()
+    model.load_state_dict(load_file(tmp_path / "three" / "model.safetensors"))
+    images = script.load_images(script.Accelerator(cpu=True), script.argparse.Namespace(dataset="digits"))[1]
+    rows, labels = images.batch(torch.arange(360))
+    assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
+
+    logs = EventAccumulator(str(tmp_path / "three" / "tensorboard")).Reload()
+    assert set(logs.Tags()["scalars"]) >= {"loss", "learning_rate", "samples_per_second", "accuracy"}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.005)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.005, 30, cycle_momentum=False)
+    rates = []
+    for _ in range(30):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    for event in logs.Scalars("learning_rate"):
+        assert event.value == pytest.approx(rates[event.step - 1], rel=1e-6), f"learning rate of step {event.step}"
+    assert list((tmp_path / "three" / "tensorboard").glob("*/hparams.yml"))
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "dp", *STRATEGIES])
+def test_the_users_command_on_real_mnist(strategy, real_data, tmp_path):
+    """`accelerate launch --config_file accelerate_configs/X.yaml train_mnist_rnn.py`, on real MNIST."""
+    shutil.copytree(real_data / "MNIST", tmp_path / "data" / "MNIST", copy_function=shutil.copyfile)
+    result = launch(strategy, SCRIPT, tmp_path / "run", "--max_train_steps", 60, "--data_dir", tmp_path / "data")
+    record = result.record
+    assert record["strategy"] == strategy and record["processes"] == (1 if strategy in ("baseline", "dp") else 2)
+    assert record["workload"]["samples"] == 60_000 and record["workload"]["eval_samples"] == 10_000
+    assert record["metrics"]["accuracy"] > 0.3
+    assert record["metrics"]["accuracy"] * 10_000 == pytest.approx(round(record["metrics"]["accuracy"] * 10_000))
+
+
+def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path):
+    flags = ["--dataset", "digits", "--num_epochs", "1"]
+    log = launch("baseline", SCRIPT, tmp_path / "log", *flags)
+    assert "\r" not in log.out + log.err and "epoch 1/1" in log.out
+    assert log.out.splitlines()[-1].startswith("test accuracy") and f"{tmp_path}/log/run.json" in log.out
+
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, SCRIPT, *flags, "--output_dir", str(tmp_path / "terminal")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while chunk := os.read(main, 4096):
+            shown += chunk
+    except OSError:  # how a closed terminal reads on Linux
+        pass
+    assert process.wait() == 0
+    assert b"\r" in shown and re.search(rb"\d+%\|.*22", shown), shown
+
+
+def test_help_names_every_flag_with_a_sentence():
+    text = run([sys.executable, SCRIPT, "--help"]).out
+    for flag in """output_dir seed num_epochs per_device_train_batch_size per_device_eval_batch_size learning_rate
+            gradient_accumulation_steps dropout max_train_steps checkpointing_steps resume with_tracking
+            prepare_data_only dataset data_dir""".split():
+        assert re.search(rf"--{flag}\b.*\n? +[a-zA-Z]", text), flag
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    orders = {(seed, epoch): script.epoch_order(100, seed, epoch, 30) for seed in (0, 7) for epoch in (0, 1)}
+    for key, order in orders.items():
+        assert order.shape == (3, 30) and len(set(order.flatten().tolist())) == 90  # the last 10 are dropped
+        assert torch.equal(order, script.epoch_order(100, *key, 30))
+        # A larger global batch walks through the same sequence of samples.
+        assert torch.equal(order.flatten()[:60], script.epoch_order(100, *key, 60).flatten())
+    assert not torch.equal(orders[0, 0], orders[0, 1]) and not torch.equal(orders[0, 0], orders[7, 0])
+
+
+# ---------------------------------------------------------------------------------------- bad input, one clear line
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--num_epochs 0", "--num_epochs must be greater than 0"),
+    ("--max_train_steps -1", "--max_train_steps must be greater than 0"),
+    ("--per_device_train_batch_size 0", "--per_device_train_batch_size must be greater than 0"),
+    ("--checkpointing_steps 0", "--checkpointing_steps must be greater than 0"),
+    ("--learning_rate nan", "--learning_rate must be greater than 0"),
+    ("--dropout 1", "--dropout must be at least 0 and less than 1"),
+    ("--dataset cifar", "invalid choice: 'cifar'"),
+    ("--epochs 3", "unrecognized arguments: --epochs"),
+    ("--resume", "--resume needs --output_dir"),
+    ("--dataset digits --per_device_train_batch_size 1438", "global batch of 1438"),
+])  # fmt: skip
+def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *shlex.split(flags)])
+    with pytest.raises(SystemExit) as exit:
+        script.main()
+    assert str(exit.value).startswith("error: ") and sentence in str(exit.value) and "\n" not in str(exit.value)
+    assert not list(tmp_path.iterdir()), "a refused run leaves nothing behind"
+
+
+def test_one_line_from_two_processes(tmp_path):
+    flags = ["--dataset", "digits", "--per_device_train_batch_size", 719]
+    result = launch("ddp", SCRIPT, tmp_path / "run", *flags, ok=False)
+    assert "global batch of 1438 = 719 a device x 2 devices" in result.error_line()
+
+
+def test_an_output_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    result = launch("ddp", SCRIPT, tmp_path / "file" / "run", "--dataset", "digits", ok=False)
+    assert f"cannot write to the output directory {tmp_path}/file/run" in result.error_line()
+
+
+def test_processes_that_would_train_alone(tmp_path):
+    """A plain Accelerator() on a machine without a GPU sees one process where two were started."""
+    if torch.cuda.is_available():
+        pytest.skip("accelerate sees all processes where there is a GPU")
+    result = launch("ddp", SPY, tmp_path / "run", "--dataset", "digits", env={"SPY_PLAIN": "1"}, ok=False)
+    assert "2 processes were started, but accelerate knows of 1" in result.error_line()
+
+
+@pytest.mark.parametrize("env, gpus, sentence", [
+    ({"WORLD_SIZE": "2"}, 0, "WORLD_SIZE is 2, but one process was started"),
+    ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
+    ({"ACCELERATE_DEBUG_MODE": "true", "MASTER_ADDR": "10.0.0.7"}, 0, "one process on one node"),
+    ({"SLURM_STEP_NUM_NODES": "2"}, 0, "one process on one node"),
+])  # fmt: skip
+def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
+        script.make_accelerator(None)
+
+
+NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+
+
+def test_mnist_without_a_network(tmp_path):
+    result = launch("ddp", SCRIPT, tmp_path / "run", "--data_dir", tmp_path / "data", env=NO_NETWORK, ok=False)
+    line = result.error_line()
+    assert "train-images-idx3-ubyte.gz is missing" in line and "--dataset digits" in line
+    assert all(name in line for name in ("train-labels", "t10k-images", "t10k-labels", f"{tmp_path}/data/MNIST/raw"))
+
+
+def test_a_corrupt_file_is_named_and_kept(real_data, tmp_path):
+    shutil.copytree(real_data / "MNIST", tmp_path / "MNIST", copy_function=shutil.copyfile)
+    victim = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz"
+    content = bytearray(victim.read_bytes())
+    content[1000] ^= 255
+    victim.write_bytes(content)
+    command = [sys.executable, SCRIPT, "--data_dir", str(tmp_path), "--prepare_data_only"]
+    broken = run(command, env=NO_NETWORK)
+    assert f"{victim} is corrupt" in broken.error_line() and victim.read_bytes() == content
+    shutil.copyfile(real_data / "MNIST" / "raw" / victim.name, victim)
+    assert "60000 training and 10000 test images are ready" in run(command, env=NO_NETWORK).out
+
+
+def test_run_json_has_the_command(tmp_path):
+    result = launch("baseline", SCRIPT, tmp_path, "--dataset", "digits", "--max_train_steps", 1)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["argv"][0].endswith(SCRIPT) and "--max_train_steps" in record["argv"]
+    assert record["steps"] == 1 and record["samples_per_second"] > 0 and result.code == 0
