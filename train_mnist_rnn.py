@@ -176,8 +176,8 @@ class RowLSTM(nn.Module):
         self.head = nn.Linear(hidden_size, 10)
 
     def forward(self, rows):
-        outputs, _ = self.lstm(rows)
-        return self.head(self.dropout(outputs[:, -1]))  # no BatchNorm: each rank would have its own statistics
+        outputs, _ = self.lstm(rows.to(self.head.weight.dtype))  # DeepSpeed's bf16 does not cast the inputs
+        return self.head(self.dropout(outputs[:, -1])).float()  # no BatchNorm: each rank would have its own statistics
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -265,7 +265,7 @@ def main():
 
     set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_images.pixels.shape[2], args.hidden_size, args.dropout)
-    run.parameters = sum(parameter.numel() for parameter in model.parameters())
+    run.record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     model, optimizer = prepare(accelerator, strategy, model, optimizer)
     # The schedule is not prepared: accelerate would step it once for every process.
@@ -409,17 +409,13 @@ class Progress:
     evaluations: list = field(default_factory=list)  # the metrics after each epoch
     best: list = field(default_factory=list)  # [score, step] of the best of them; higher is better
 
-    def metrics(self):
-        """The newest evaluation."""
-        return self.evaluations[-1] if self.evaluations else {}
-
 
 class Run:
     """A run as it was asked for, how far it is, its stopwatch and its record. Sizes are in samples and steps."""
 
     def __init__(self, accelerator, strategy, args, stop_signals, workload):
-        self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
         gpus = torch.cuda.device_count()
+        self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
         self.gpus_a_process = max(1, gpus) if strategy == "dp" else 1
         self.devices = accelerator.num_processes * self.gpus_a_process
         self.global_batch_size = args.per_device_train_batch_size * self.devices * args.gradient_accumulation_steps
@@ -430,21 +426,32 @@ class Run:
                  f"set of {workload['samples']}: lower --per_device_train_batch_size")
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = -(-self.total_steps // self.steps_per_epoch)
-        self.workload = workload | {
-            "epochs": None if args.max_train_steps else args.num_epochs,
-            "steps": args.max_train_steps,
+        self.folder = make_output_dir(args, strategy)
+        batch = {
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        }
+        launched = {
             "precision": accelerator.mixed_precision,
             "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
         }
-        self.settings = self.workload | {  # what must not change when the run is resumed
-            "strategy": strategy, "processes": accelerator.num_processes, "devices": self.devices, "seed": args.seed,
-            "learning_rate": args.learning_rate, "dropout": args.dropout,
+        length = {"epochs": None if args.max_train_steps else args.num_epochs, "steps": args.max_train_steps}
+        self.record = {
+            "script": Path(__file__).name,
+            "strategy": strategy,
+            "processes": accelerator.num_processes,
+            "devices": self.devices,
+            "device_name": torch.cuda.get_device_name() if gpus else f"CPU ({platform.machine()})",
+            **launched,
+            **batch,
+            "global_batch_size": self.global_batch_size,
+            "seed": args.seed,
+            "workload": workload | length | batch | launched,
         }
-        self.device_name = torch.cuda.get_device_name() if gpus else f"CPU ({platform.machine()})"
-        self.folder = make_output_dir(args, strategy)
-        self.progress, self.parameters, self.resumed_from = Progress(), None, None
+        # What has to be the same when the run is resumed.
+        self.settings = {name: self.record[name] for name in ("strategy", "processes", "devices", "seed")}
+        self.settings |= {"learning_rate": args.learning_rate, "dropout": args.dropout} | self.record["workload"]
+        self.progress, self.resumed_from = Progress(), None
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
 
@@ -466,8 +473,8 @@ class Run:
             accelerator.project_configuration.logging_dir = str(self.folder)
             accelerator.init_trackers("tensorboard", vars(self.args) | self.settings,
                                       {"tensorboard": {"purge_step": first + 1}})  # drop what the resumed run redoes
-        where = f"{self.devices} x {self.device_name}" + " (dp: one process, all its devices)" * (self.strategy == "dp")
-        say(f"{self.strategy} on {where}: {self.parameters:,} parameters, {self.total_steps:,} steps of "
+        where = f"{self.devices} x {self.record['device_name']}" + " in one process" * (self.strategy == "dp")
+        say(f"{self.strategy} on {where}: {self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
             f"{self.global_batch_size} samples; results go to {self.folder}")
         self.warm_step = first + min(WARMUP_STEPS, (self.total_steps - first) // 2)
         self.seconds["startup"] = seconds_alive()
@@ -504,26 +511,13 @@ class Run:
         self.bar.close()
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
-        here = Path(__file__).resolve()
-        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=here.parent, capture_output=True, text=True)
+        here = Path(__file__).resolve().parent
+        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=here, capture_output=True, text=True)
         ranks = gather_object([describe_rank()])
-        record = {
-            "script": here.name,
-            "strategy": self.strategy,
+        self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
-            "processes": len(ranks),
-            "devices": self.devices,
-            "device_name": self.device_name,
-            "precision": self.workload["precision"],
-            "dynamo": self.workload["dynamo"],
-            "per_device_batch_size": self.args.per_device_train_batch_size,
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
-            "global_batch_size": self.global_batch_size,
             "epochs": round(self.progress.step / self.steps_per_epoch, 3),
             "steps": self.progress.step,
-            "seed": self.args.seed,
-            "workload": self.workload,
-            "parameters": self.parameters,
             "tokens": tokens,
             "padding_share": padding_share,
             "seconds": {name: seconds and round(seconds, 3) for name, seconds in self.seconds.items()},
@@ -531,7 +525,6 @@ class Run:
             "tokens_per_second": tokens and round(tokens / self.seconds["train"], 1),
             "ranks": ranks,
             "metrics": metrics,
-            "loss_history": self.progress.loss_history,
             "status": "preempted" if stopped else "completed",
             "resumed_from": self.resumed_from,
             "versions": {name: version(name) for name in ("torch", "accelerate", "deepspeed", "transformers")}
@@ -539,14 +532,16 @@ class Run:
             "git_commit": git.stdout.strip() or None,
             "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "argv": sys.argv,
+            "loss_history": self.progress.loss_history,
         }
         if PartialState().is_main_process:
-            write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n")
+            write_atomically(self.folder / "run.json", json.dumps(self.record, indent=1) + "\n")
         if stopped:
-            say(f"stopped by {self.stop_signals or 'a signal to another rank'} after step {record['steps']} of "
-                f"{self.total_steps}; saved: add --resume --output_dir {self.folder} to continue")
+            reason = ", ".join(self.stop_signals) or "a signal to another rank"
+            say(f"stopped by {reason} after step {self.progress.step} of {self.total_steps}; saved: add --resume "
+                f"--output_dir {self.folder} to continue")
         else:
-            say(f"{result} after {record['steps']:,} steps; {self.seconds['train']:.1f} s of training, "
+            say(f"{result} after {self.progress.step:,} steps; {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 

@@ -133,7 +133,7 @@ def main():
     row("an epoch of the script, batch 64, one process", ours, "s", "")
     row("... of a loop over a DataLoader with torchvision's transforms", loader, "s", "")
     row("... of a bare loop over the script's tensors", bare, "s", "")
-    row("DataLoader loop / script, one thread each", [b / a for a, b in zip(ours, loader, strict=True)], "times", ">= 3.5")
+    row("DataLoader loop / script", [b / a for a, b in zip(ours, loader, strict=True)], "times", ">= 3.5")
     row("script / bare loop", [a / b for a, b in zip(ours, bare, strict=True)], "times", "<= 1.05")
 
     for batch, target in ((256, ">= 1.7"), (64, "")):
