@@ -52,6 +52,10 @@ def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, tmp_path
     # 360 test images in batches of 7 from 2 processes: the last round is uneven, and each image still counts once.
     assert record["metrics"] == reference["metrics"]
 
+    losses = max(abs(a / b - 1) for a, b in zip(result.losses, baseline.losses, strict=True))
+    weights = max((result.weights[name] - weight).abs().max().item() for name, weight in baseline.weights.items())
+    print(f"{strategy}, accumulation {accumulation}: relative loss {losses:.1e}, absolute weights {weights:.1e}")
+
     steps = ids_seen(baseline.folder, 0)
     mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
     for step, ids in enumerate(steps):
@@ -90,6 +94,8 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     rows, labels = images.batch(torch.arange(360))
     assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
+    inspected = run([sys.executable, "-m", "tensorboard.main", "--inspect", "--logdir", str(tmp_path / "three")])
+    assert inspected.code == 0 and "learning_rate" in inspected.out
     logs = EventAccumulator(str(tmp_path / "three" / "tensorboard")).Reload()
     assert set(logs.Tags()["scalars"]) >= {"loss", "learning_rate", "samples_per_second", "accuracy"}
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.005)
@@ -236,8 +242,8 @@ def test_a_corrupt_file_is_named_and_kept(real_data, tmp_path):
     assert "60000 training and 10000 test images are ready" in run(command, env=NO_NETWORK).out
 
 
-def test_run_json_has_the_command(tmp_path):
+def test_one_step_is_a_run_too(tmp_path):
     result = launch("baseline", SCRIPT, tmp_path, "--dataset", "digits", "--max_train_steps", 1)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["argv"][0].endswith(SCRIPT) and "--max_train_steps" in record["argv"]
-    assert record["steps"] == 1 and record["samples_per_second"] > 0 and result.code == 0
+    assert record["steps"] == len(result.losses) == 1 and record["samples_per_second"] > 0

@@ -1,0 +1,72 @@
+"""What README.md and the requirement files promise."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT, run
+from packaging.requirements import Requirement
+
+README = (ROOT / "README.md").read_text()
+LINES = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
+COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerate|make|python|source", line)]
+# What runs the commands that are not `accelerate launch`: .ci/run, or the tests named here.
+RUN_ELSEWHERE = {
+    "make train": ".ci/run",
+    "make test": ".ci/run",
+    "source .venv/bin/activate": ".ci/run",
+    "make clean setup CONSTRAINTS=constraints-cu128.txt": "test_each_set_fits_the_requirements",
+}
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("accelerate")])
+def test_launch_commands_work(command, tmp_path):
+    """Word for word, but on the small data set and for a few steps."""
+    words = shlex.split(command)
+    assert words[:3] == ["accelerate", "launch", "--config_file"]
+    small = [] if "--dataset" in words else ["--dataset", "digits"]
+    full = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], *small, "--max_train_steps", "3"]
+    result = run([*full, "--output_dir", str(tmp_path)], tmp_path)
+    assert result.code == 0, result.err
+    assert result.record["status"] == "completed" and result.record["strategy"] in words[3]
+
+
+def test_no_command_is_left_to_rot():
+    others = {command for command in COMMANDS if not command.startswith("accelerate")}
+    assert others == set(RUN_ELSEWHERE), "a new command in README needs a test, or a place in RUN_ELSEWHERE"
+    script = (ROOT / ".ci" / "run").read_text()
+    for command, place in RUN_ELSEWHERE.items():
+        assert command in script if place == ".ci/run" else place in globals(), command
+
+
+def test_readme_links_to_files_that_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def requirements(name):
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "#-"]
+    for line in lines:
+        requirement = Requirement(line.split("#")[0].strip())
+        yield requirement.name, requirement, line
+
+
+@pytest.mark.parametrize("pinned", ["constraints.txt", "constraints-cu128.txt"])
+def test_each_set_fits_the_requirements(pinned):
+    pins = {name: requirement for name, requirement, _ in requirements(pinned)}
+    for asked in ("requirements.txt", "requirements-dev.txt"):
+        for name, requirement, line in requirements(asked):
+            [pin] = pins[name].specifier
+            assert pin.operator == "==" and requirement.specifier.contains(pin.version), f"{pins[name]}, {requirement}"
+            assert "# " in line, f"{name}: why?"
+            if pinned == "constraints-cu128.txt" and asked == "requirements.txt":
+                [floor] = requirement.specifier
+                assert pin.version.startswith(floor.version), f"the floor of {name} is not the version that was tested"
+
+
+def test_benchmarks_start(tmp_path):
+    assert "--data_dir" in run([sys.executable, "benchmarks/mnist.py", "--help"]).out
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", "accelerate_configs/ddp.yaml", "benchmarks/mnist.py", "--role", "sync"]
+    assert "number: " in run(command).out
