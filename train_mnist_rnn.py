@@ -24,8 +24,10 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from http.client import HTTPException
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +120,7 @@ def fetch_mnist(data_dir):
                 if not check_integrity(raw / name, md5):
                     download_url(mirror + name, raw, md5=md5)
                 break
-            except (OSError, RuntimeError) as problem:
+            except (OSError, RuntimeError, HTTPException) as problem:
                 reason = problem
         else:
             files = ", ".join(name for name, _ in MNIST.resources)
@@ -172,6 +174,9 @@ class RowLSTM(nn.Module):
     def __init__(self, columns, hidden_size, dropout):
         super().__init__()
         self.lstm = nn.LSTM(columns, hidden_size, batch_first=True)
+        # On a GPU an LSTM moves its weights into one buffer. That would cut them off from the parameters that FSDP2
+        # gathers at every step, so that they never train, and would make checkpoints drop all weights but the first.
+        self.lstm.flatten_parameters = lambda: None
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(hidden_size, 10)
 
@@ -263,6 +268,7 @@ def main():
         "sequence_length": train_images.pixels.shape[1],
     })
 
+    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
     set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_images.pixels.shape[2], args.hidden_size, args.dropout)
     run.record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
@@ -289,7 +295,9 @@ def main():
     if not stopped:
         weights = accelerator.get_state_dict(model)  # gathered from all ranks where they are sharded
         if accelerator.is_main_process:
-            save_file({name: weight.cpu().clone() for name, weight in weights.items()}, run.folder / ".model")
+            # torch.compile puts a prefix before the names.
+            weights = {name.replace("_orig_mod.", ""): weight.cpu().clone() for name, weight in weights.items()}
+            save_file(weights, run.folder / ".model")
             (run.folder / ".model").replace(run.folder / "model.safetensors")
     accuracy = run.progress.evaluations[-1]["accuracy"] if run.progress.evaluations else None
     run.finish(stopped, {"accuracy": accuracy}, f"test accuracy {accuracy or 0:.2%}")
@@ -300,12 +308,13 @@ def main():
 
 
 def fail(message):
-    """End all processes with exit code 1; global rank 0 says why, in one line. Call it on all ranks alike.
+    """End this process with exit code 1; rank 0 (of each node, before the ranks can talk) says why, in one line.
 
     The others wait a little: if one of them went first, the launcher would end rank 0 before it has spoken.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK" if torch.distributed.is_initialized() else "LOCAL_RANK", "0") == "0":
         sys.exit(f"error: {message}")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the others so
     time.sleep(10)
     sys.exit(1)
 
@@ -340,15 +349,17 @@ def make_accelerator(args):
     fsdp, deepspeed, debug = (os.environ.get(f"ACCELERATE_{name}") == "true"
                               for name in ("USE_FSDP", "USE_DEEPSPEED", "DEBUG_MODE"))
     world_size, node_size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    gpus, one_process = torch.cuda.device_count(), "LOCAL_RANK" not in os.environ
-    far_master = os.environ.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1", socket.gethostname())
+    gpus, one_process, host = torch.cuda.device_count(), "LOCAL_RANK" not in os.environ, socket.gethostname()
     if one_process and world_size > 1:
         fail(f"WORLD_SIZE is {world_size}, but one process was started: unset it, or use a YAML that starts several")
-    if one_process and (far_master or int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) > 1):
+    if one_process and int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) > 1:
         fail("baseline and dp are one process on one node, but this was started for several nodes: use ddp.yaml there")
+    if gpus and not torch.cuda.is_available():
+        fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use, probably because the driver is too "
+             "old: README, 'Installing on a cluster', says what to install")
     if 0 < gpus < node_size:
-        fail(f"{node_size} processes on a node that has {gpus} GPU(s): add --num_processes {gpus} to accelerate launch "
-             "(times the number of nodes)")
+        fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes {gpus} to accelerate "
+             "launch (times the number of nodes)")
     sys.modules.setdefault("lomo_optim", None)  # accelerate searches the disk for this package at every step: 0.1 ms
     sharded = fsdp or deepspeed
     if not gpus:
@@ -428,30 +439,30 @@ class Run:
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = -(-self.total_steps // self.steps_per_epoch)
         self.folder = make_output_dir(args, strategy)
-        batch = {
+        workload = workload | {
+            "epochs": None if args.max_train_steps else args.num_epochs,
+            "steps": args.max_train_steps,
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        }
-        launched = {
             "precision": accelerator.mixed_precision,
             "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
         }
-        length = {"epochs": None if args.max_train_steps else args.num_epochs, "steps": args.max_train_steps}
-        self.record = {
-            "script": Path(__file__).name,
-            "strategy": strategy,
-            "processes": accelerator.num_processes,
-            "devices": self.devices,
-            "device_name": torch.cuda.get_device_name() if gpus else f"CPU ({platform.machine()})",
-            **launched,
-            **batch,
-            "global_batch_size": self.global_batch_size,
-            "seed": args.seed,
-            "workload": workload | length | batch | launched,
-        }
+        same = {"strategy": strategy, "processes": accelerator.num_processes, "devices": self.devices}
+        same |= {"seed": args.seed}
         # What has to be the same when the run is resumed.
-        self.settings = {name: self.record[name] for name in ("strategy", "processes", "devices", "seed")}
-        self.settings |= {"learning_rate": args.learning_rate, "dropout": args.dropout} | self.record["workload"]
+        self.settings = same | workload | {"learning_rate": args.learning_rate, "dropout": args.dropout}
+        also = ("per_device_batch_size", "gradient_accumulation_steps", "precision", "dynamo")
+        self.record = same | {name: workload[name] for name in also} | {
+            "script": Path(__file__).name,
+            "device_name": torch.cuda.get_device_name() if gpus else f"CPU ({platform.machine()})",
+            "global_batch_size": self.global_batch_size,
+            "workload": workload,
+            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
+            | {name: find_version(name) for name in ("torch", "accelerate", "deepspeed", "transformers")},
+            "git_commit": find_git_commit(),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            "argv": sys.argv,
+        }
         self.progress, self.resumed_from = Progress(), None
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
@@ -512,8 +523,6 @@ class Run:
         self.bar.close()
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
-        here = Path(__file__).resolve().parent
-        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=here, capture_output=True, text=True)
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
@@ -528,11 +537,6 @@ class Run:
             "metrics": metrics,
             "status": "preempted" if stopped else "completed",
             "resumed_from": self.resumed_from,
-            "versions": {name: version(name) for name in ("torch", "accelerate", "deepspeed", "transformers")}
-            | {"python": platform.python_version(), "cuda": torch.version.cuda},
-            "git_commit": git.stdout.strip() or None,
-            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-            "argv": sys.argv,
             "loss_history": self.progress.loss_history,
         }
         if PartialState().is_main_process:
@@ -546,9 +550,25 @@ class Run:
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 
+def find_version(package):
+    """The installed version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def find_git_commit():
+    """The commit that this script is from, or None."""
+    if not shutil.which("git"):
+        return None
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
 def make_output_dir(args, strategy):
     """The run's folder, the same on all ranks; it exists, and holds no other run unless that is to be resumed."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in the same second
     [folder] = broadcast_object_list([Path(args.output_dir or f"runs/{Path(__file__).stem}-{strategy}-{now}")])
     checkpoints, problem = folder / "checkpoints", None
     if PartialState().is_main_process:
@@ -560,6 +580,9 @@ def make_output_dir(args, strategy):
                 problem = f"{folder} holds another run: add --resume to continue it, or choose another --output_dir"
         except OSError as reason:
             problem = f"cannot write to the output directory {folder}: {reason.strerror}"
+    fail_if_any(problem)
+    if not checkpoints.exists():
+        problem = f"{socket.gethostname()} does not see {folder}: choose an --output_dir on a file system of all nodes"
     fail_if_any(problem)
     return folder
 
@@ -608,7 +631,6 @@ def save_checkpoint(accelerator, run):
     accelerator.wait_for_everyone()
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()
-    problem = None
     if accelerator.is_main_process:
         files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
         for name in files:
@@ -616,19 +638,19 @@ def save_checkpoint(accelerator, run):
                 os.fsync(file.fileno())
         content = {"settings": run.settings, "progress": asdict(run.progress), "files": files}
         write_atomically(partial / "checkpoint.json", json.dumps(content))
-        if all(f"random_states_{rank}.pkl" in files for rank in range(accelerator.num_processes)):
-            name_checkpoint(partial, final, run.progress.best)
-        else:
-            problem = f"{run.folder} is not one folder for all nodes: choose an --output_dir on a shared file system"
-    fail_if_any(problem)
+        name_checkpoint(partial, final, run.progress)
+    accelerator.wait_for_everyone()
 
 
-def name_checkpoint(partial, final, best):
+def name_checkpoint(partial, final, progress):
     """Give a complete checkpoint its name, let the links `last` and `best` follow, and remove old checkpoints."""
-    if final.exists():  # of the same step, from before the evaluation
-        final.rename(final.with_suffix(".old.partial"))
-    partial.rename(final)
-    best = final.with_name(f"step_{best[1]:08d}") if best else None
+    if final.exists():  # saved before its evaluation: nothing was trained since, only the progress is new
+        content = json.loads((final / "checkpoint.json").read_text()) | {"progress": asdict(progress)}
+        write_atomically(final / "checkpoint.json", json.dumps(content))
+        shutil.rmtree(partial)
+    else:
+        partial.rename(final)
+    best = final.with_name(f"step_{progress.best[1]:08d}") if progress.best else None
     for link, target in (("last", final), ("best", best)):
         if target and target.exists():
             new = final.with_name(f".{link}")
@@ -645,15 +667,14 @@ def find_checkpoint(run):
 
     Damaged checkpoints are skipped with a warning; settings that differ from the checkpoint's are an error.
     """
-    found, problem = None, None
-    checkpoints = sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True)
+    found, problem, damaged = None, None, []
     if PartialState().is_main_process and (run.folder / "run.json").exists():
         record = json.loads((run.folder / "run.json").read_text())
         if record["status"] == "completed":
             kept = {key: value for key, value in {**record, **record["workload"]}.items() if key in run.settings}
             found, problem = "completed", difference(kept, run.settings)
     if PartialState().is_main_process and not found:
-        for path in checkpoints:
+        for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
             try:
                 content = json.loads((path / "checkpoint.json").read_text())
                 for name, size in content["files"].items():
@@ -663,8 +684,12 @@ def find_checkpoint(run):
                 break
             except (OSError, ValueError, KeyError, TypeError) as damage:
                 say(f"warning: skipping the damaged checkpoint {path}: {damage}")
-        if checkpoints and not found:
-            problem = f"no checkpoint in {run.folder}/checkpoints is whole: remove them to start afresh"
+                damaged.append(path)
+        if damaged and not found:
+            problem = f"no checkpoint in {run.folder}/checkpoints is whole: start afresh in another --output_dir"
+        elif not problem:
+            for path in damaged:  # out of the way of the new checkpoints
+                path.rename(path.with_suffix(".damaged"))
     fail_if_any(problem)
     return broadcast_object_list([found])[0]
 
@@ -677,3 +702,6 @@ def difference(old, new):
 
 if __name__ == "__main__":
     main()
+    # Not the interpreter's own way out: gloo's threads outlive DDP, and now and then abort a process that is done.
+    sys.stdout.flush()
+    os._exit(0)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 STEPS = 937  # an epoch of MNIST at batch 64
 
 
-def train_by_hand(data_dir, batches):
+def train_by_hand(batches):
     """Seconds of one epoch of the script's model and optimizer in a bare PyTorch loop over `batches`."""
     import train_mnist_rnn as script
 
@@ -41,7 +42,8 @@ def train_by_hand(data_dir, batches):
         schedule.step()
         losses.append(loss.detach())
         if step % 50 == 0:
-            losses = torch.stack(losses).tolist() and []
+            torch.stack(losses).tolist()
+            losses = []
     assert step == STEPS
     return time.perf_counter() - clock
 
@@ -53,7 +55,7 @@ def loader_epoch(data_dir):
     steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     mnist = datasets.MNIST(data_dir, train=True, download=True, transform=steps)
     loader = torch.utils.data.DataLoader(mnist, batch_size=64, shuffle=True, drop_last=True)
-    return train_by_hand(data_dir, ((images.squeeze(1), labels) for images, labels in loader))
+    return train_by_hand(((images.squeeze(1), labels) for images, labels in loader))
 
 
 def bare_epoch(data_dir):
@@ -62,7 +64,7 @@ def bare_epoch(data_dir):
 
     namespace = argparse.Namespace(dataset="mnist", data_dir=data_dir)
     images = script.load_images(script.Accelerator(cpu=True), namespace)[0]
-    return train_by_hand(data_dir, (images.batch(ids) for ids in script.epoch_order(60_000, 0, 0, 64)))
+    return train_by_hand(images.batch(ids) for ids in script.epoch_order(60_000, 0, 0, 64))
 
 
 def sync_milliseconds(_):
@@ -137,11 +139,16 @@ def main():
     row("script / bare loop", [a / b for a, b in zip(ours, bare, strict=True)], "times", "<= 1.05")
 
     for batch, target in ((256, ">= 1.7"), (64, "")):
-        flags, ratios = ["--per_device_train_batch_size", batch, "--max_train_steps", 90_000 // batch], []
+        flags = ["--per_device_train_batch_size", batch, "--max_train_steps", 90_000 // batch]
+        ddp, apart = [], []
         for _ in repeats:
             one = record("baseline", data, *flags)["samples_per_second"]
-            ratios.append(record("ddp", data, *flags)["samples_per_second"] / one)
-        row(f"samples/s of two DDP processes / one, batch {batch} a device", ratios, "times", target)
+            ddp.append(record("ddp", data, *flags)["samples_per_second"] / one)
+            with ThreadPoolExecutor() as pool:  # what the cores give to two processes that do not talk to each other
+                pair = list(pool.map(lambda flags: record("baseline", data, *flags), [flags, flags]))
+            apart.append(sum(run["samples_per_second"] for run in pair) / one)
+        row(f"samples/s of two DDP processes / one, batch {batch} a device", ddp, "times", target)
+        row("... of two processes at once, each on its own", apart, "times", "")
 
     launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file",
                 "accelerate_configs/ddp.yaml"]  # fmt: skip

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU processes, also where there is a GPU
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
 
@@ -50,12 +51,12 @@ def run(command, folder=None, env=None, timeout=240):
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
-def launch(strategy, script, folder, *flags, processes=None, env=None, ok=True, timeout=240):
-    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says which exit code is expected."""
+def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240):
+    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has to exit with 0."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
     command += ["--num_processes", str(processes)] if processes else []
-    command += [str(script), "--output_dir", str(folder), *map(str, flags)]
+    command += [*launcher, str(script), "--output_dir", str(folder), *map(str, flags)]
     result = run(command, Path(folder), env, timeout)
     if ok:
         assert result.code == 0, f"{' '.join(command)}\n{result.out}\n{result.err}"

@@ -1,6 +1,10 @@
 """train_mnist_rnn.py under every strategy: the same numbers, every sample once, and a complete record."""
 
 import fcntl
+import functools
+import gzip
+import hashlib
+import http.server
 import json
 import os
 import pty
@@ -11,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 
 import pytest
 import torch
@@ -63,10 +68,23 @@ def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, tmp_path
         assert sorted(sum(micro_batches, [])) == sorted(ids), f"step {step + 1} saw other samples"
 
 
+def test_a_gpus_way_with_lstm_weights_does_no_harm(baseline, tmp_path):
+    """cuDNN moves an LSTM's weights into one buffer, which FSDP2 and checkpoints cannot bear; here that is imitated."""
+    flags, env = [*SAME_RUN, *batch_flags(32, 1)], {"SPY_FLATTEN": "1"}
+    fsdp = launch("fsdp", SPY, tmp_path / "fsdp", *flags, env=env)
+    assert fsdp.losses == pytest.approx(baseline.losses, rel=1e-4)
+    # torch.compile puts a prefix before the names of the weights; the saved ones must not have it.
+    compiled = launch("baseline", SPY, tmp_path / "one", *SAME_RUN, launcher=["--dynamo_backend", "eager"], env=env)
+    assert compiled.record["dynamo"] == "eager"
+    assert compiled.losses == pytest.approx(baseline.losses, rel=1e-4)
+    saved = load_file(tmp_path / "one" / "checkpoints" / "last" / "model.safetensors")
+    assert {name.split("_orig_mod.")[-1] for name in saved} == set(baseline.weights) == set(compiled.weights)
+
+
 def test_dp_is_the_baseline_on_one_device_and_says_so(baseline, tmp_path):
     result = launch("dp", SCRIPT, tmp_path, *SAME_RUN)
     assert result.record["strategy"] == "dp" and result.record["devices"] == 1
-    assert "dp on 1 x CPU (x86_64) in one process" in result.out or torch.cuda.is_available()
+    assert re.search(r"^dp on 1 x CPU \(.*\) in one process", result.out)
     assert result.losses == baseline.losses
 
 
@@ -82,7 +100,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     assert set(record) == set(fields.split())
     assert record["global_batch_size"] == 63 and record["steps"] == 30 and record["status"] == "completed"
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
-    assert all(rank["real"] >= rank["user"] > 0 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
+    assert all(rank["real"] > 1 and rank["user"] > 1 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
     seconds = record["seconds"]
     assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
     assert record["samples_per_second"] > 0 and record["resumed_from"] is None and record["tokens"] is None
@@ -125,7 +143,7 @@ def test_the_users_command_on_real_mnist(strategy, real_data, tmp_path):
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path):
     flags = ["--dataset", "digits", "--num_epochs", "1"]
     log = launch("baseline", SCRIPT, tmp_path / "log", *flags)
-    assert "\r" not in log.out + log.err and "epoch 1/1" in log.out
+    assert "\r" not in log.out + log.err and "%|" not in log.out + log.err and "epoch 1/1" in log.out
     assert log.out.splitlines()[-1].startswith("test accuracy") and f"{tmp_path}/log/run.json" in log.out
 
     main, terminal = pty.openpty()
@@ -140,15 +158,15 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path):
     except OSError:  # how a closed terminal reads on Linux
         pass
     assert process.wait() == 0
-    assert b"\r" in shown and re.search(rb"\d+%\|.*22", shown), shown
+    assert re.search(rb"\r.*\d+%\|.*/22 ", shown), shown
 
 
 def test_help_names_every_flag_with_a_sentence():
-    text = run([sys.executable, SCRIPT, "--help"]).out
+    text = run([sys.executable, SCRIPT, "--help"]).out.split("options:")[1]
     for flag in """output_dir seed num_epochs per_device_train_batch_size per_device_eval_batch_size learning_rate
             gradient_accumulation_steps dropout max_train_steps checkpointing_steps resume with_tracking
             prepare_data_only dataset data_dir""".split():
-        assert re.search(rf"--{flag}\b.*\n? +[a-zA-Z]", text), flag
+        assert re.search(rf"^  --{flag}( [A-Z_]+| {{[a-z,]+}})?\s+[A-Za-z]{2}", text, re.M), flag
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -208,15 +226,59 @@ def test_processes_that_would_train_alone(tmp_path):
 @pytest.mark.parametrize("env, gpus, sentence", [
     ({"WORLD_SIZE": "2"}, 0, "WORLD_SIZE is 2, but one process was started"),
     ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
-    ({"ACCELERATE_DEBUG_MODE": "true", "MASTER_ADDR": "10.0.0.7"}, 0, "one process on one node"),
     ({"SLURM_STEP_NUM_NODES": "2"}, 0, "one process on one node"),
+    ({}, 3, "3 GPU(s) that torch"),  # a driver too old for torch
 ])  # fmt: skip
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus != 3)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(script.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
         script.make_accelerator(None)
+
+
+@pytest.fixture
+def tiny_mnist(tmp_path, monkeypatch):
+    """A mirror with four tiny IDX files of our own, which the script takes for MNIST's; returns its folder."""
+    from torchvision.datasets import MNIST
+
+    mirror, resources = tmp_path / "mirror", []
+    mirror.mkdir()
+    for name, _ in MNIST.resources:
+        count = 20 if name.startswith("train") else 10
+        body = bytes(range(count)) if "labels" in name else bytes(i % 251 for i in range(count * 784))
+        header = bytes(8 if "labels" in name else 16)
+        (mirror / name).write_bytes(gzip.compress(header + body))
+        resources.append((name, hashlib.md5((mirror / name).read_bytes()).hexdigest()))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=mirror)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(MNIST, "resources", resources)
+    monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/", f"http://127.0.0.1:{server.server_port}/"])
+    yield mirror
+    server.shutdown()
+
+
+def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    assert script.fetch_mnist(tmp_path / "data") is None  # the first mirror is down, the second is used
+    assert len(list(raw.iterdir())) == 4
+    options = script.argparse.Namespace(dataset="mnist", data_dir=tmp_path / "data")
+    train, test = script.load_images(script.Accelerator(cpu=True), options)
+    assert train.pixels.shape == (20, 28, 28) and test.pixels.shape == (10, 28, 28)
+    assert train.labels.tolist() == list(range(20)) and test.labels.tolist() == list(range(10))
+    assert train.pixels[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
+    rows, _ = train.batch(torch.arange(20))
+    assert rows.mean().abs() < 1e-5 and rows.std().item() == pytest.approx(1, abs=1e-3)
+
+    victim = raw / "t10k-labels-idx1-ubyte.gz"
+    victim.write_bytes(b"half of a downl")
+    assert script.fetch_mnist(tmp_path / "data") is None, "a corrupt file is downloaded again where there is a network"
+    victim.write_bytes(b"half of a downl")
+    shutil.rmtree(tiny_mnist)
+    assert f"{victim} is corrupt" in script.fetch_mnist(tmp_path / "data")
 
 
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}

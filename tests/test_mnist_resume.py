@@ -2,10 +2,15 @@
 
 import json
 import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import STRATEGIES, launch
+
+import train_mnist_rnn as script
 
 SPY = "tests/spy_mnist.py"
 # 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14, 21, 22, 28, 35 ...
@@ -72,7 +77,7 @@ def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy, signal, rank", [("ddp", "SIGTERM", 1), ("fsdp", "SIGUSR1", 0), ("zero3", "SIGTERM", 0)]
+    "strategy, signal, rank", [("zero2", "SIGTERM", 1), ("fsdp", "SIGUSR1", 0), ("zero3", "SIGTERM", 0)]
 )
 def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, signal, rank, undisturbed, tmp_path):
     folder = tmp_path / "run"
@@ -89,6 +94,65 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
     assert_same_end(resumed, undisturbed(strategy))
 
 
+def test_all_ranks_signalled_between_checkpoints(tmp_path):
+    """Without --checkpointing_steps they agree every SYNC_STEPS = 50 steps, and at the end of an epoch."""
+    flags = "--dataset digits --num_epochs 5 --per_device_train_batch_size 20".split()  # 35 steps an epoch
+    folder = tmp_path / "run"
+    folder.mkdir()
+    stopped = launch("ddp", SPY, folder, *flags, env={"SPY_DIR": str(folder), "SPY_SIGNAL": "SIGTERM all 40"})
+    took = (folder / "run.json").stat().st_mtime - (folder / "ids_0.jsonl").stat().st_mtime
+    assert stopped.record["status"] == "preempted" and stopped.record["steps"] == 50
+    assert "stopped by SIGTERM" in stopped.out and took < 10, f"{took} s from the last step to the record"
+    assert launch("ddp", SPY, folder, *flags, "--resume").record["status"] == "completed"
+
+
+def test_kill_at_any_call_of_the_renaming_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """name_checkpoint is broken off before each of its calls to the file system in turn; then a run resumes."""
+    script.Accelerator(cpu=True)
+    run = SimpleNamespace(settings={"seed": 0})
+
+    def write(path, step):
+        path.mkdir(parents=True)
+        (path / "weights").write_text("w" * step)
+        progress = asdict(script.Progress(step=step, best=[0.5, 1]))
+        content = {"settings": run.settings, "progress": progress, "files": {"weights": step}}
+        (path / "checkpoint.json").write_text(json.dumps(content))
+
+    calls = [(Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"), (shutil, "rmtree")]
+    for again in (False, True):  # again: the step's checkpoint is there already, from before its evaluation
+        for last in range(1, 20):
+            run.folder = tmp_path / f"{again}{last}"
+            for step in (1, 2, 3):
+                write(run.folder / "checkpoints" / f"step_{step:08d}", step)
+            if again:
+                write(run.folder / "checkpoints" / "step_00000004", 4)
+            partial = run.folder / "checkpoints" / "step_00000004.partial"
+            write(partial, 4)
+            count = [0]
+
+            def counted(original, count=count, last=last):
+                def call(*args, **options):
+                    count[0] += 1
+                    if count[0] == last:
+                        raise KeyboardInterrupt
+                    return original(*args, **options)
+
+                return call
+
+            with monkeypatch.context() as patch:
+                for owner, name in calls:
+                    patch.setattr(owner, name, counted(getattr(owner, name)))
+                progress = script.Progress(step=4, best=[0.5, 1])
+                try:
+                    script.name_checkpoint(partial, partial.with_suffix(""), progress)
+                except KeyboardInterrupt:
+                    pass
+            path, found = script.find_checkpoint(run)
+            assert found.step >= 3 + again and int(path.name[5:]) == found.step
+            assert (run.folder / "checkpoints" / "step_00000001").exists(), "the best is kept"
+        assert count[0] < last, "not every call was tried"
+
+
 def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturbed, tmp_path):
     folder = tmp_path / "run"
     killed = spied("ddp", folder, SPY_SAVE="SIGKILL 3", ok=False)  # in the save of step 21
@@ -103,6 +167,7 @@ def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturb
     assert step_of(resumed.record["resumed_from"]) == 7
     assert_same_end(resumed, undisturbed("ddp"))
     assert not list((folder / "checkpoints").glob("*.partial"))
+    assert (folder / "checkpoints" / "step_00000014.damaged").exists(), "nothing is lost, not even what is damaged"
 
 
 def test_old_checkpoints_are_pruned_and_best_and_last_are_kept(undisturbed):
