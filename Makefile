@@ -1,7 +1,9 @@
 # `make train` and `make test` do everything on a fresh machine; `make help` lists the rest.
 PYTHON ?= python3
 # The pinned set. Python 3.10 gets the older one; so should a driver older than 580: make train CONSTRAINTS=constraints-cu128.txt
-CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')")
+# It stays what .venv was made with.
+PINNED := $(shell cat .venv/installed 2>/dev/null)
+CONSTRAINTS ?= $(or $(PINNED),$(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')"))
 BIN := .venv/bin
 # All visible GPUs, or else two CPU processes.
 PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")

@@ -360,6 +360,9 @@ def make_accelerator(args):
     if 0 < gpus < node_size:
         fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes {gpus} to accelerate "
              "launch (times the number of nodes)")
+    cores = sorted(os.sched_getaffinity(0))
+    if not gpus and 1 < node_size <= len(cores):  # cores of its own for each process and its gloo threads: 10 % faster
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: node_size])
     sys.modules.setdefault("lomo_optim", None)  # accelerate searches the disk for this package at every step: 0.1 ms
     sharded = fsdp or deepspeed
     if not gpus:
