@@ -450,8 +450,12 @@ class Run:
             "precision": accelerator.mixed_precision,
             "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
         }
-        same = {"strategy": strategy, "processes": accelerator.num_processes, "devices": self.devices}
-        same |= {"seed": args.seed}
+        same = {
+            "strategy": strategy,
+            "processes": accelerator.num_processes,
+            "devices": self.devices,
+            "seed": args.seed,
+        }
         # What has to be the same when the run is resumed.
         self.settings = same | workload | {"learning_rate": args.learning_rate, "dropout": args.dropout}
         also = ("per_device_batch_size", "gradient_accumulation_steps", "precision", "dynamo")

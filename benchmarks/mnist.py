@@ -55,7 +55,7 @@ def loader_epoch(data_dir):
     steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     mnist = datasets.MNIST(data_dir, train=True, download=True, transform=steps)
     loader = torch.utils.data.DataLoader(mnist, batch_size=64, shuffle=True, drop_last=True)
-    return train_by_hand(((images.squeeze(1), labels) for images, labels in loader))
+    return train_by_hand((images.squeeze(1), labels) for images, labels in loader)
 
 
 def bare_epoch(data_dir):
@@ -117,7 +117,7 @@ def main():
     if args.role:
         number = ROLES[args.role](args.data_dir)
         return print("number:", number) if os.environ.get("RANK", "0") == "0" else None
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the bare loops run on the CPU, so all do
     data, repeats = str(Path(args.data_dir).resolve()), range(args.repeats)
 
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
