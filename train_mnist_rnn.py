@@ -27,7 +27,6 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +37,14 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 SYNC_STEPS = 50  # every so many optimizer steps, losses leave the device and ranks ask each other whether to stop
 WARMUP_STEPS = 10  # not counted in samples_per_second: allocators, autotuning and communicators are set up in them
 LOG_SECONDS = 10  # without a terminal, a progress line about so often
+ZERO_BUCKET = 10_000_000  # parameters that ZeRO communicates, or ZeRO-3 gathers ahead, at a time: 40 MB in float32
+ZERO_WHOLE = 10_000  # ZeRO-3 keeps smaller tensors, such as biases, whole: to gather them takes longer than to add them
 KEEP_CHECKPOINTS = 2  # the newest, and one more in case that is damaged; the best is kept besides
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -77,15 +79,7 @@ def parse_args():
     add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest complete checkpoint, if there is one")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
     args = parser.parse_args()
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not value > 0 and name not in ("seed", "dropout"):
-            parser.error(f"--{name} must be greater than 0, got {value}")
-    if not 0 <= args.dropout < 1:
-        parser.error(f"--dropout must be at least 0 and less than 1, got {args.dropout}")
-    if args.seed < 0:
-        parser.error(f"--seed must not be negative, got {args.seed}")
-    if args.resume and not args.output_dir:
-        parser.error("--resume needs --output_dir, the folder of the run to continue")
+    check_args(parser, args, may_be_zero=("seed", "dropout"))
     return args
 
 
@@ -189,22 +183,16 @@ class RowLSTM(nn.Module):
 
 
 def train_epoch(accelerator, model, optimizer, schedule, images, run):
-    """Train to the end of the epoch, or to a step at which all ranks agree to stop; returns whether to stop.
-
-    Every SYNC_STEPS optimizer steps one small all-reduce brings home the losses since the last one and any rank's
-    wish to stop. In between, nothing waits for the device.
-    """
-    args, progress = run.args, run.progress
-    epoch = len(progress.evaluations)
+    """Train to the end of the epoch, or to a step at which all ranks agree to stop; returns whether to stop."""
+    args, epoch = run.args, len(run.progress.evaluations)
     order = epoch_order(len(images.labels), args.seed, epoch, run.global_batch_size)
     # Of each global batch, rank r takes the r-th slice, in micro-batches: int64 [steps, accumulation, batch].
     slices = order.view(len(order), accelerator.num_processes, args.gradient_accumulation_steps, -1)
     my_ids = slices[:, accelerator.process_index].to(accelerator.device)
-    epoch_start = epoch * run.steps_per_epoch
-    losses, clock = [], time.perf_counter()
 
     model.train()
-    for micro_batches in my_ids[progress.step - epoch_start : run.total_steps - epoch_start]:
+    for micro_batches in my_ids[run.start_epoch()]:
+        losses = []
         for ids in micro_batches:
             rows, labels = images.batch(ids)
             with accelerator.accumulate(model):
@@ -215,20 +203,8 @@ def train_epoch(accelerator, model, optimizer, schedule, images, run):
             losses.append(loss.detach())
         learning_rate = optimizer.param_groups[0]["lr"]
         schedule.step()
-        progress.step += 1
-
-        saving = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
-        ending = progress.step in (epoch_start + run.steps_per_epoch, run.total_steps)
-        if saving or ending or progress.step % SYNC_STEPS == 0 or progress.step == run.warm_step:
-            means = torch.stack(losses).view(-1, args.gradient_accumulation_steps).mean(1)
-            wish = torch.tensor([float(len(run.stop_signals))], device=means.device)
-            *means, stop = accelerator.reduce(torch.cat([means, wish]), "mean").tolist()
-            run.add_steps(accelerator, means, learning_rate, time.perf_counter() - clock)
-            if stop:
-                return True
-            if saving and not ending:  # at the end of an epoch, its evaluation comes first
-                save_checkpoint(accelerator, run)
-            losses, clock = [], time.perf_counter()
+        if run.end_step(accelerator, losses, learning_rate):
+            return True
     return False
 
 
@@ -300,7 +276,7 @@ def main():
             save_file(weights, run.folder / ".model")
             (run.folder / ".model").replace(run.folder / "model.safetensors")
     accuracy = run.progress.evaluations[-1]["accuracy"] if run.progress.evaluations else None
-    run.finish(stopped, {"accuracy": accuracy}, f"test accuracy {accuracy or 0:.2%}")
+    run.finish(stopped, {"accuracy": accuracy})
     accelerator.end_training()
 
 
@@ -317,6 +293,18 @@ def fail(message):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the others so
     time.sleep(10)
     sys.exit(1)
+
+
+def check_args(parser, args, may_be_zero):
+    """Refuse numbers that no run can have, and --resume without a folder."""
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not (value > 0 or value == 0 and name in may_be_zero):
+            wanted = "not be negative" if name in may_be_zero else "be greater than 0"
+            parser.error(f"--{name} must {wanted}, got {value}")
+    if args.dropout >= 1:
+        parser.error(f"--dropout must be less than 1, got {args.dropout}")
+    if args.resume and not args.output_dir:
+        parser.error("--resume needs --output_dir, the folder of the run to continue")
 
 
 def fail_if_any(problem):
@@ -392,8 +380,12 @@ def make_accelerator(args):
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if state.distributed_type == DistributedType.DEEPSPEED:
         # It wants the batch size, as it sees no DataLoader; and unless told not to, it alone would clip gradients at 1.
-        state.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": args.per_device_train_batch_size, "gradient_clipping": 0.0}
+        config = state.deepspeed_plugin.deepspeed_config
+        config |= {"train_micro_batch_size_per_gpu": args.per_device_train_batch_size, "gradient_clipping": 0.0}
+        # The defaults are for models of billions of parameters: 2 GB buffers, and below 1e9 next to nothing is sharded.
+        config["zero_optimization"] |= {"reduce_bucket_size": ZERO_BUCKET, "stage3_prefetch_bucket_size": ZERO_BUCKET,
+                                        "stage3_max_live_parameters": ZERO_BUCKET, "stage3_max_reuse_distance": 0,
+                                        "stage3_param_persistence_threshold": ZERO_WHOLE}
         return accelerator, f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.FSDP:
         return accelerator, "fsdp"
@@ -408,7 +400,9 @@ def prepare(accelerator, strategy, model, optimizer):
         model = nn.DataParallel(model.to(accelerator.device))
     model, optimizer = accelerator.prepare(model, optimizer)
     if strategy == "fsdp" and accelerator.device.type == "cpu":
-        model.set_force_sum_reduction_for_comms(True)  # gloo cannot average: torch 2.8 lets it sum gradients instead
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # gloo cannot average: torch 2.8 lets it sum gradients instead
+                module.set_force_sum_reduction_for_comms(True)
     return model, optimizer
 
 
@@ -423,6 +417,8 @@ class Progress:
     loss_history: list = field(default_factory=list)  # [step, mean loss of its global batch]; steps count from 1
     evaluations: list = field(default_factory=list)  # the metrics after each epoch
     best: list = field(default_factory=list)  # [score, step] of the best of them; higher is better
+    tokens: int = 0  # trained on, padding not counted; 0 where samples are not texts
+    places: int = 0  # the same, padding counted
 
 
 class Run:
@@ -465,7 +461,8 @@ class Run:
             "global_batch_size": self.global_batch_size,
             "workload": workload,
             "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-            | {name: find_version(name) for name in ("torch", "accelerate", "deepspeed", "transformers")},
+            | {name: getattr(sys.modules.get(name), "__version__", None)  # None: not in use
+               for name in ("torch", "accelerate", "deepspeed", "transformers")},
             "git_commit": find_git_commit(),
             "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "argv": sys.argv,
@@ -487,7 +484,7 @@ class Run:
             accelerator.load_state(checkpoint)
             self.resumed_from = str(checkpoint)
             say(f"resuming from {checkpoint}")
-        first = self.progress.step
+        first, self.first_tokens = self.progress.step, self.progress.tokens
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
             accelerator.init_trackers("tensorboard", vars(self.args) | self.settings,
@@ -501,7 +498,34 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=first, unit="step", leave=False, file=sys.stdout,
                         disable=not (accelerator.is_main_process and sys.stdout.isatty()))
 
-    def add_steps(self, accelerator, losses, learning_rate, seconds):
+    def start_epoch(self):
+        """Start the stopwatch. Returns the steps of the epoch that are left to do, as a slice."""
+        self.losses, self.clock = [], time.perf_counter()
+        first = len(self.progress.evaluations) * self.steps_per_epoch
+        return slice(self.progress.step - first, self.total_steps - first)
+
+    def end_step(self, accelerator, losses, learning_rate):
+        """Count an optimizer step with the losses of its micro-batches; returns whether all ranks agree to stop.
+
+        Every SYNC_STEPS steps one small all-reduce brings home the losses since the last one and any rank's wish to
+        stop. In between, nothing waits for the device.
+        """
+        self.losses += losses
+        self.progress.step = step = self.progress.step + 1
+        saving = self.args.checkpointing_steps and step % self.args.checkpointing_steps == 0
+        ending = step == self.total_steps or step % self.steps_per_epoch == 0
+        if not (saving or ending or step % SYNC_STEPS == 0 or step == self.warm_step):
+            return False
+        means = torch.stack(self.losses).view(-1, self.args.gradient_accumulation_steps).mean(1)
+        wish = torch.tensor([float(len(self.stop_signals))], device=means.device)
+        *means, stop = accelerator.reduce(torch.cat([means, wish]), "mean").tolist()
+        self.show_steps(accelerator, means, learning_rate, time.perf_counter() - self.clock)
+        if saving and not ending and not stop:  # at the end of an epoch, its evaluation comes first
+            save_checkpoint(accelerator, self)
+        self.losses, self.clock = [], time.perf_counter()
+        return bool(stop)
+
+    def show_steps(self, accelerator, losses, learning_rate, seconds):
         """Take in the losses of the steps since the last call, the last one's learning rate, and their time; show them
         as a bar in a terminal and as a line now and then in a log file.
         """
@@ -525,21 +549,22 @@ class Run:
             self.progress.best = [score, self.progress.step]
         accelerator.log(metrics, self.progress.step)
 
-    def finish(self, stopped, metrics, result, tokens=None, padding_share=None):
+    def finish(self, stopped, metrics):
         """Write OUTPUT_DIR/run.json, where what is not known is null, and say how the run ended. A collective."""
         self.bar.close()
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
+        tokens, places = self.progress.tokens, self.progress.places
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
             "epochs": round(self.progress.step / self.steps_per_epoch, 3),
             "steps": self.progress.step,
-            "tokens": tokens,
-            "padding_share": padding_share,
+            "tokens": tokens or None,
+            "padding_share": round(1 - tokens / places, 4) if places else None,
             "seconds": {name: seconds and round(seconds, 3) for name, seconds in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
-            "tokens_per_second": tokens and round(tokens / self.seconds["train"], 1),
+            "tokens_per_second": round((tokens - self.first_tokens) / self.seconds["train"], 1) if tokens else None,
             "ranks": ranks,
             "metrics": metrics,
             "status": "preempted" if stopped else "completed",
@@ -553,16 +578,8 @@ class Run:
             say(f"stopped by {reason} after step {self.progress.step} of {self.total_steps}; saved: add --resume "
                 f"--output_dir {self.folder} to continue")
         else:
-            say(f"{result} after {self.progress.step:,} steps; {self.seconds['train']:.1f} s of training, "
+            say(f"completed {self.progress.step:,} steps: {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
-
-
-def find_version(package):
-    """The installed version of a package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def find_git_commit():
