@@ -357,12 +357,12 @@ class SpanBert(transformers.BertForQuestionAnswering):
 
     def forward(self, input_ids, attention_mask, token_type_ids):
         """In: [batch, width] each, the mask as bool. Out: the logits of an answer's start and of its end at each token,
-        float32 [batch, width, 2]; lowest on padding, so that neither loss nor answer depends on how far it goes.
+        [batch, width, 2]; lowest on padding, so that neither loss nor answer depends on how far it goes.
         """
         hidden = self.bert.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
         hidden = self.bert.encoder(hidden, attention_mask=attention_mask[:, None, None, :])[0]  # all tokens see these
-        logits = self.qa_outputs(hidden).float()
-        return logits.masked_fill(~attention_mask[:, :, None], torch.finfo(torch.float32).min)
+        logits = self.qa_outputs(hidden)
+        return logits.masked_fill(~attention_mask[:, :, None], torch.finfo(logits.dtype).min)
 
 
 def span_losses(logits, starts, ends):
@@ -411,7 +411,7 @@ def train_epoch(accelerator, model, optimizer, schedule, features, run):
         losses = []
         for ids, width in zip(my_ids[step], my_widths[step], strict=True):
             with accelerator.accumulate(model):
-                logits = model(**features.batch(ids, width))
+                logits = model(**features.batch(ids, width)).float()  # the loss never in lower precision
                 loss = span_losses(logits, features.starts[ids], features.ends[ids]).mean()
                 accelerator.backward(loss)  # divides by the micro-batches of a step; gradients are means over ranks
                 optimizer.step()
@@ -462,7 +462,7 @@ def find_answers(accelerator, model, features, batch_size, max_answer_length):
         width = features.widths(lengths[ids]).item()
         targets = torch.where(places < total, ids, total).to(accelerator.device)
         ids = ids.to(accelerator.device)
-        logits = model(**features.batch(ids, width))
+        logits = model(**features.batch(ids, width)).float()
         losses = span_losses(logits, features.starts[ids], features.ends[ids])
         score, start, end = best_spans(logits, features.firsts[ids], features.lengths[ids] - 2, max_answer_length)
         rows[targets] = torch.stack([losses, logits[:, 0].sum(1), score, start, end, torch.ones_like(score)], 1)
@@ -568,10 +568,10 @@ def main():
         datasets.disable_progress_bars()
     accelerator, strategy = make_accelerator(args)
     tokenizer, config, train_features, eval_features = load_in_turn(accelerator, args)
+    model = load_model(args, config)
     counts = {"questions": len(train_features.questions), "samples": len(train_features.lengths),
               "eval_questions": len(eval_features.questions), "eval_samples": len(eval_features.lengths)}
     if args.prepare_data_only:
-        load_model(args, config)
         say("the model, {questions} training questions ({samples} features) and {eval_questions} validation questions "
             "({eval_samples} features) are ready".format(**counts))
         return accelerator.end_training()
@@ -586,7 +586,6 @@ def main():
     })
     train_features, eval_features = train_features.to(accelerator.device), eval_features.to(accelerator.device)
 
-    model = load_model(args, config)
     run.record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     model, optimizer = prepare(accelerator, strategy, model, optimizer)

@@ -176,7 +176,7 @@ class RowLSTM(nn.Module):
 
     def forward(self, rows):
         outputs, _ = self.lstm(rows.to(self.head.weight.dtype))  # DeepSpeed's bf16 does not cast the inputs
-        return self.head(self.dropout(outputs[:, -1])).float()  # no BatchNorm: each rank would have its own statistics
+        return self.head(self.dropout(outputs[:, -1]))  # no BatchNorm: each rank would have its own statistics
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -196,7 +196,7 @@ def train_epoch(accelerator, model, optimizer, schedule, images, run):
         for ids in micro_batches:
             rows, labels = images.batch(ids)
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(rows), labels)
+                loss = F.cross_entropy(model(rows).float(), labels)  # never in lower precision
                 accelerator.backward(loss)  # divides by the micro-batches of a step; gradients are means over ranks
                 optimizer.step()
                 optimizer.zero_grad()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most m
 sys.path.insert(0, str(ROOT))
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU processes, also where there is a GPU
+CACHE = tempfile.TemporaryDirectory()  # of tokenised questions; no test needs a network, or the user's own cache
+os.environ |= {"HF_HOME": CACHE.name, "HF_HUB_OFFLINE": "1"}
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
 
@@ -52,7 +55,12 @@ def run(command, folder=None, env=None, timeout=240):
 
 
 def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240):
-    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has to exit with 0."""
+    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has to exit with 0.
+
+    With a SPY_ variable in `env`, tests/spy.py runs it.
+    """
+    if any(name.startswith("SPY_") for name in env or {}):
+        script, env = "tests/spy.py", env | {"SPY_SCRIPT": Path(script).stem}
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
     command += ["--num_processes", str(processes)] if processes else []

@@ -22,7 +22,7 @@ import torch
 from conftest import ROOT, STRATEGIES, launch, run
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_mnist_resume import SPY, ids_seen
+from test_mnist_resume import ids_seen
 
 import train_mnist_rnn as script
 
@@ -37,14 +37,14 @@ def batch_flags(micro_batch, accumulation):
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("baseline")
-    return launch("baseline", SPY, folder, *SAME_RUN, *batch_flags(64, 1), env={"SPY_DIR": str(folder)})
+    return launch("baseline", SCRIPT, folder, *SAME_RUN, *batch_flags(64, 1), env={"SPY_DIR": str(folder)})
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, tmp_path):
     flags = [*SAME_RUN, *batch_flags(32 // accumulation, accumulation), "--per_device_eval_batch_size", 7]
-    result = launch(strategy, SPY, tmp_path, *flags, env={"SPY_DIR": str(tmp_path)})
+    result = launch(strategy, SCRIPT, tmp_path, *flags, env={"SPY_DIR": str(tmp_path)})
     record, reference = result.record, baseline.record
     assert (record["strategy"], record["processes"], record["devices"]) == (strategy, 2, 2)
     assert record["global_batch_size"] == reference["global_batch_size"] == 64
@@ -71,10 +71,10 @@ def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, tmp_path
 def test_a_gpus_way_with_lstm_weights_does_no_harm(baseline, tmp_path):
     """cuDNN moves an LSTM's weights into one buffer, which FSDP2 and checkpoints cannot bear; here that is imitated."""
     flags, env = [*SAME_RUN, *batch_flags(32, 1)], {"SPY_FLATTEN": "1"}
-    fsdp = launch("fsdp", SPY, tmp_path / "fsdp", *flags, env=env)
+    fsdp = launch("fsdp", SCRIPT, tmp_path / "fsdp", *flags, env=env)
     assert fsdp.losses == pytest.approx(baseline.losses, rel=1e-4)
     # torch.compile puts a prefix before the names of the weights; the saved ones must not have it.
-    compiled = launch("baseline", SPY, tmp_path / "one", *SAME_RUN, launcher=["--dynamo_backend", "eager"], env=env)
+    compiled = launch("baseline", SCRIPT, tmp_path / "one", *SAME_RUN, launcher=["--dynamo_backend", "eager"], env=env)
     assert compiled.record["dynamo"] == "eager"
     assert compiled.losses == pytest.approx(baseline.losses, rel=1e-4)
     saved = load_file(tmp_path / "one" / "checkpoints" / "last" / "model.safetensors")
@@ -219,7 +219,7 @@ def test_processes_that_would_train_alone(tmp_path):
     """A plain Accelerator() on a machine without a GPU sees one process where two were started."""
     if torch.cuda.is_available():
         pytest.skip("accelerate sees all processes where there is a GPU")
-    result = launch("ddp", SPY, tmp_path / "run", "--dataset", "digits", env={"SPY_PLAIN": "1"}, ok=False)
+    result = launch("ddp", SCRIPT, tmp_path / "run", "--dataset", "digits", env={"SPY_PLAIN": "1"}, ok=False)
     assert "2 processes were started, but accelerate knows of 1" in result.error_line()
 
 

@@ -12,7 +12,7 @@ from conftest import STRATEGIES, launch
 
 import train_mnist_rnn as script
 
-SPY = "tests/spy_mnist.py"
+SCRIPT = "train_mnist_rnn.py"
 # 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14, 21, 22, 28, 35 ...
 FLAGS = "--dataset digits --num_epochs 2 --per_device_train_batch_size 32 --checkpointing_steps 7 --dropout 0.2".split()
 
@@ -25,7 +25,7 @@ def ids_seen(folder, rank):
 def spied(strategy, folder, *flags, ok=True, **env):
     """A spied run into `folder`, its notes in `folder` too."""
     folder.mkdir(exist_ok=True)
-    return launch(strategy, SPY, folder, *FLAGS, *flags, env={"SPY_DIR": str(folder), **env}, ok=ok)
+    return launch(strategy, SCRIPT, folder, *FLAGS, *flags, env={"SPY_DIR": str(folder), **env}, ok=ok)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +99,11 @@ def test_all_ranks_signalled_between_checkpoints(tmp_path):
     flags = "--dataset digits --num_epochs 5 --per_device_train_batch_size 20".split()  # 35 steps an epoch
     folder = tmp_path / "run"
     folder.mkdir()
-    stopped = launch("ddp", SPY, folder, *flags, env={"SPY_DIR": str(folder), "SPY_SIGNAL": "SIGTERM all 40"})
+    stopped = launch("ddp", SCRIPT, folder, *flags, env={"SPY_DIR": str(folder), "SPY_SIGNAL": "SIGTERM all 40"})
     took = (folder / "run.json").stat().st_mtime - (folder / "ids_0.jsonl").stat().st_mtime
     assert stopped.record["status"] == "preempted" and stopped.record["steps"] == 50
     assert "stopped by SIGTERM" in stopped.out and took < 10, f"{took} s from the last step to the record"
-    assert launch("ddp", SPY, folder, *flags, "--resume").record["status"] == "completed"
+    assert launch("ddp", SCRIPT, folder, *flags, "--resume").record["status"] == "completed"
 
 
 def test_kill_at_any_call_of_the_renaming_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
     (folder / "run.json").unlink()  # as if it had been killed just before the end
 
     def refused(strategy, *flags, **options):
-        return launch(strategy, SPY, folder, *FLAGS, "--resume", *flags, ok=False, **options).error_line()
+        return launch(strategy, SCRIPT, folder, *FLAGS, "--resume", *flags, ok=False, **options).error_line()
 
     assert "model lstm-64 -> lstm-32" in refused("ddp", "--hidden_size", 32)
     assert "strategy ddp -> fsdp" in refused("fsdp")
@@ -197,7 +197,7 @@ def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
 def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
     result = undisturbed("ddp")
     before = (result.folder / "run.json").read_bytes()
-    again = launch("ddp", SPY, result.folder, *FLAGS, "--resume")
+    again = launch("ddp", SCRIPT, result.folder, *FLAGS, "--resume")
     assert "holds a completed run already" in again.out
-    assert "holds another run" in launch("ddp", SPY, result.folder, *FLAGS, ok=False).error_line()
+    assert "holds another run" in launch("ddp", SCRIPT, result.folder, *FLAGS, ok=False).error_line()
     assert (result.folder / "run.json").read_bytes() == before

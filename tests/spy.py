@@ -1,0 +1,147 @@
+"""A script with eyes, and accidents on order: tests launch it in place of the script.
+
+SPY_SCRIPT  the script's name without .py
+SPY_DIR     every rank notes the sample ids of each micro-batch it trains on in SPY_DIR/ids_RANK.jsonl
+SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on its micro-batch number 30 (from 0);
+            "SIGTERM all 30": every rank does
+SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
+SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
+SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
+SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
+"""
+
+import importlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import accelerate
+import conftest  # noqa: F401  puts the project's root on the path
+import torch
+
+script = importlib.import_module(os.environ["SPY_SCRIPT"])
+RANK = int(os.environ.get("RANK", 0))
+
+
+def hit(order):
+    """Send this process the signal named at the start of an order such as "SIGKILL 1 30"."""
+    os.kill(os.getpid(), getattr(signal, order.split()[0]))
+
+
+def spy_on_batches():
+    data = script.Images if hasattr(script, "Images") else script.Features
+    seen, original = [0], data.batch
+    order = os.environ.get("SPY_SIGNAL", "")
+    ids_file = Path(os.environ["SPY_DIR"]) / f"ids_{RANK}.jsonl"
+
+    def batch(self, ids, *width):
+        if torch.is_grad_enabled():  # training, not evaluation
+            if order and order.split()[1:] in ([str(RANK), str(seen[0])], ["all", str(seen[0])]):
+                hit(order)
+            seen[0] += 1
+            with open(ids_file, "a") as file:
+                file.write(json.dumps(ids.tolist()) + "\n")
+        return original(self, ids, *width)
+
+    data.batch = batch
+
+
+def spy_on_saves():
+    saves, original = [0], script.write_atomically
+    order = os.environ["SPY_SAVE"]
+
+    def write_atomically(path, text):
+        saves[0] += path.name == "checkpoint.json"
+        if path.name == "checkpoint.json" and order.split()[1] == str(saves[0]):
+            hit(order)
+        original(path, text)
+
+    script.write_atomically = write_atomically
+
+
+def flatten_like_cudnn(lstm):
+    """What RNNBase.flatten_parameters makes of the weights on a GPU."""
+    weights = [weight for weight in lstm._flat_weights if weight.numel()]
+    buffer = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
+        with torch.no_grad():
+            weight.set_(part.view(weight.shape))
+
+
+def spy_on_weights():
+    original = script.RowLSTM.__init__
+
+    def init(self, *args):
+        original(self, *args)  # on the CPU, where nothing is flattened; on its way to the GPU it is, and in forward
+        torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
+
+    script.RowLSTM.__init__ = init
+
+
+def bytes_held(model, optimizer):
+    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a view counts once."""
+    groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
+
+    def note(group, tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if tensor.numel() > 1 and tensor.device.type != "meta":  # not the counters of steps
+            groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+    inner = optimizer.optimizer
+    for parameter in model.parameters():
+        note("parameters", parameter)
+        if hasattr(parameter, "ds_tensor"):
+            note("parameters", parameter.ds_tensor)
+        if parameter.grad is not None:
+            note("gradients", parameter.grad)
+    if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
+        for part in inner.averaged_gradients.values():
+            for gradient in part:
+                note("gradients", gradient)
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of ZeRO-2, of ZeRO-3
+            for part in getattr(inner, name, []):
+                note("master_copy", part)
+        inner = inner.optimizer
+    for state in inner.state.values():
+        for value in state.values():
+            note("states", value)
+    return {name: sum(group.values()) for name, group in groups.items()}
+
+
+def spy_on_bytes():
+    original, calls = script.prepare, [0]
+
+    def prepare(accelerator, strategy, model, optimizer):
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        model, optimizer = original(accelerator, strategy, model, optimizer)
+        # Where gradients are reduced and not yet gone: before DeepSpeed's step, or before zero_grad.
+        owner, name = (model, "step") if strategy.startswith("zero") else (optimizer, "zero_grad")
+        function = getattr(owner, name)
+
+        def counted(*args, **options):
+            calls[0] += 1
+            if calls[0] == 3:
+                file = Path(os.environ["SPY_DIR"]) / f"bytes_{RANK}.json"
+                file.write_text(json.dumps(bytes_held(model, optimizer) | {"sizes": sizes}))
+            return function(*args, **options)
+
+        setattr(owner, name, counted)
+        return model, optimizer
+
+    script.prepare = prepare
+
+
+if __name__ == "__main__":
+    if "SPY_FLATTEN" in os.environ:
+        spy_on_weights()
+    if "SPY_DIR" in os.environ:
+        spy_on_batches()
+    if "SPY_BYTES" in os.environ:
+        spy_on_bytes()
+    if "SPY_SAVE" in os.environ:
+        spy_on_saves()
+    if "SPY_PLAIN" in os.environ:
+        script.Accelerator = lambda **options: accelerate.Accelerator()
+    script.main()
+    os._exit(0)  # as the script does

@@ -1,0 +1,255 @@
+"""train_bert_squad.py under every strategy: the same numbers, shards, saved models, resumed runs, and real text."""
+
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from conftest import REAL_DATA, ROOT, STRATEGIES, launch, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_mnist_resume import assert_same_end, ids_seen, step_of
+
+SCRIPT = "train_bert_squad.py"
+QUESTIONS = "tests/data/squad_v1.json"
+TINY = f"""--model_name_or_path tests/data/tiny_bert --from_scratch --train_file {QUESTIONS}
+    --validation_file {QUESTIONS} --max_seq_length 128 --doc_stride 32 --learning_rate 1e-3""".split()
+STEPS = 24  # of a global batch of 16; an epoch has 14
+# These move the logits of all tokens, or of all keys, alike: a softmax does not see that, their gradients are zero but
+# for rounding, and Adam makes steps of a fixed size out of the rounding.
+NO_GRADIENT = re.compile(r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias|attention\.self\.key\.bias")
+
+
+def flags(micro_batch=8, accumulation=1, dropout=0.0):
+    return [*TINY, "--per_device_train_batch_size", micro_batch, "--gradient_accumulation_steps", accumulation,
+            "--dropout", dropout, "--max_train_steps", STEPS]  # fmt: skip
+
+
+def predictions(result):
+    return json.loads((result.folder / "predictions.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baseline")
+    return launch("baseline", SCRIPT, folder, *flags(16), env={"SPY_DIR": str(folder)})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(strategy, accumulation) -> the Result of a run on two processes, with the baseline's global batch."""
+    results = {}
+
+    def get(strategy, accumulation=1):
+        key = strategy, accumulation
+        if key not in results:
+            folder = tmp_path_factory.mktemp("runs") / f"{strategy}{accumulation}"
+            folder.mkdir()
+            env = {"SPY_DIR": str(folder), "SPY_BYTES": "1"}
+            options = ["--per_device_eval_batch_size", 7] + ["--with_tracking"] * (strategy == "ddp")
+            results[key] = launch(strategy, SCRIPT, folder, *flags(8 // accumulation, accumulation), *options, env=env)
+        return results[key]
+
+    return get
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_numbers_as_the_baseline(strategy, accumulation, baseline, runs):
+    result = runs(strategy, accumulation)
+    record, reference = result.record, baseline.record
+    assert (record["strategy"], record["processes"], record["devices"]) == (strategy, 2, 2)
+    assert record["global_batch_size"] == reference["global_batch_size"] == 16
+    assert len(result.losses) == STEPS
+    assert result.losses == pytest.approx(baseline.losses, rel=1e-5)
+    assert result.weights.keys() == baseline.weights.keys()
+    for name, weight in baseline.weights.items():
+        if not NO_GRADIENT.search(name):
+            torch.testing.assert_close(result.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+    # Features in batches of 7 from 2 processes: the last round is uneven, and each still counts once.
+    assert record["metrics"]["eval_loss"] == pytest.approx(reference["metrics"]["eval_loss"], rel=1e-6)
+    assert {**record["metrics"], "eval_loss": 0} == {**reference["metrics"], "eval_loss": 0}
+    assert predictions(result) == predictions(baseline) and len(predictions(result)) == 132
+    assert record["tokens"] == reference["tokens"]
+
+    steps = ids_seen(baseline.folder, 0)
+    mine = [ids_seen(result.folder, rank) for rank in (0, 1)]
+    for step, ids in enumerate(steps):
+        micro_batches = [mine[rank][step * accumulation + micro] for micro in range(accumulation) for rank in (0, 1)]
+        assert sum(micro_batches, []) == ids, f"step {step + 1} saw other samples, or in another order"
+
+    losses = max(abs(a / b - 1) for a, b in zip(result.losses, baseline.losses, strict=True))
+    weights = max((result.weights[name] - weight).abs().max().item()
+                  for name, weight in baseline.weights.items() if not NO_GRADIENT.search(name))  # fmt: skip
+    print(f"{strategy}, accumulation {accumulation}: relative loss {losses:.1e}, absolute weights {weights:.1e}")
+
+
+def test_dp_is_the_baseline_on_one_device(baseline, tmp_path):
+    result = launch("dp", SCRIPT, tmp_path, *flags(16))
+    assert result.record["strategy"] == "dp"
+    assert result.losses == baseline.losses and predictions(result) == predictions(baseline)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_holds_what_the_strategy_says(strategy, runs):
+    """Bytes of parameters, gradients and Adam's two states, of Ψ parameters in fp32 on N = 2 ranks, against 16 Ψ."""
+    for rank in (0, 1):
+        held = json.loads((runs(strategy).folder / f"bytes_{rank}.json").read_text())
+        psi = 4 * sum(held["sizes"])  # bytes of one copy
+        whole = 4 * sum(size for size in held["sizes"] if size < 10_000)  # ZeRO-3 does not shard these parameters
+        cut = 4 * max(held["sizes"])  # a gradient that the border between two ranks cuts through is held by both
+        expected = {
+            "ddp": {"parameters": psi, "gradients": psi, "states": 2 * psi, "master_copy": 0},
+            "fsdp": {"parameters": psi / 2, "gradients": psi / 2, "states": psi, "master_copy": 0},
+            "zero2": {"parameters": psi, "gradients": psi / 2, "states": psi, "master_copy": psi / 2},
+            "zero3": {"parameters": psi / 2 + whole, "gradients": psi / 2, "states": psi, "master_copy": psi / 2},
+        }[strategy]
+        assert whole < 0.02 * psi
+        for name, size in expected.items():
+            most = size * 1.01 + (cut if (strategy, name) == ("zero2", "gradients") else 0)
+            assert size * 0.99 <= held[name] <= most, f"rank {rank}: {name} {held[name]} bytes instead of {size:.0f}"
+        print(f"{strategy} rank {rank}: " + ", ".join(f"{name} {held[name] / psi:.2f}" for name in expected))
+
+
+def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
+    results = [baseline, *(runs(strategy) for strategy in STRATEGIES)]
+    command = [sys.executable, "tests/reload.py", QUESTIONS, "128", "32", *(str(result.folder) for result in results)]
+    answers = run(command)
+    assert answers.code == 0, answers.err
+    for result, reloaded in zip(results, json.loads(answers.out.splitlines()[-1]), strict=True):
+        assert reloaded == predictions(result)
+        config = json.loads((result.folder / "config.json").read_text())
+        assert config["architectures"] == ["BertForQuestionAnswering"] and config["vocab_size"] == 344
+
+
+def test_the_record_is_complete(runs):
+    result = runs("ddp")
+    record = result.record
+    mnist = set("""script strategy nodes processes devices device_name precision dynamo per_device_batch_size
+        gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
+        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from versions git_commit
+        slurm_job_id argv""".split())  # fmt: skip
+    assert set(record) == mnist
+    assert record["script"] == SCRIPT and record["parameters"] == sum(map(torch.numel, result.weights.values()))
+    assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"} and record["metrics"]["f1"] > 5
+    assert 0 < record["padding_share"] < 0.1
+    assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"]["train"], rel=1e-3)
+    lengths = {"max": 128, "min": 20}
+    assert lengths["min"] * 16 * STEPS < record["tokens"] < lengths["max"] * 16 * STEPS
+    assert record["workload"]["questions"] == 132 and record["workload"]["model"] == "tiny_bert, from scratch"
+    logs = EventAccumulator(str(result.folder / "tensorboard")).Reload()
+    assert set(logs.Tags()["scalars"]) >= {"loss", "learning_rate", "exact_match", "f1", "eval_loss"}
+    for event in logs.Scalars("learning_rate"):  # falls linearly to zero, not N times as fast
+        assert event.value == pytest.approx(1e-3 * (1 - (event.step - 1) / STEPS), rel=1e-5)
+
+
+def test_the_best_by_validation_loss_is_kept(runs):
+    checkpoints = runs("fsdp").folder / "checkpoints"
+    progress = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["progress"]
+    losses = [evaluation["eval_loss"] for evaluation in progress["evaluations"]]
+    assert len(losses) == 2 and progress["best"][0] == -min(losses)
+    assert step_of((checkpoints / "best").resolve()) == progress["best"][1]
+
+
+# ------------------------------------------------------------------------------------------------------ nothing lost
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """strategy -> the Result of a run with dropout that nothing happened to."""
+    results = {}
+
+    def get(strategy):
+        if strategy not in results:
+            folder = tmp_path_factory.mktemp("undisturbed") / strategy
+            folder.mkdir()
+            env = {"SPY_DIR": str(folder)}
+            results[strategy] = launch(strategy, SCRIPT, folder, *flags(dropout=0.1), env=env)
+        return results[strategy]
+
+    return get
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
+    reference = undisturbed(strategy)
+    saving = [*flags(dropout=0.1), "--checkpointing_steps", 5]
+    killed = launch(strategy, SCRIPT, tmp_path, *saving, env={"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "SIGKILL 1 18"},
+                    ok=False)  # fmt: skip
+    assert killed.code != 0 and not (tmp_path / "run.json").exists()
+    for rank in (0, 1):
+        (tmp_path / f"ids_{rank}.jsonl").unlink()
+    resumed = launch(strategy, SCRIPT, tmp_path, *saving, "--resume", env={"SPY_DIR": str(tmp_path)})
+    assert step_of(resumed.record["resumed_from"]) == 15  # in the second epoch
+    for rank in (0, 1):
+        whole = ids_seen(reference.folder, rank)
+        assert len(whole) == STEPS and ids_seen(tmp_path, rank) == whole[15:]
+    assert_same_end(resumed, reference)
+    assert predictions(resumed) == predictions(reference)
+    assert resumed.record["tokens"] == reference.record["tokens"]
+    assert resumed.record["padding_share"] == reference.record["padding_share"]
+
+
+@pytest.mark.parametrize("strategy, signal, rank", [("ddp", "SIGUSR1", 1), ("fsdp", "SIGTERM", 0)])
+def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, signal, rank, undisturbed, tmp_path):
+    env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": f"{signal} {rank} 4"}
+    stopped = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, env=env)
+    assert stopped.record["status"] == "preempted" and "--resume" in stopped.out
+    assert stopped.record["steps"] == 6 and set(stopped.record["metrics"].values()) == {None}
+    assert [len(ids_seen(tmp_path, rank)) for rank in (0, 1)] == [6, 6]
+    resumed = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, "--resume")
+    assert step_of(resumed.record["resumed_from"]) == 6
+    assert_same_end(resumed, undisturbed(strategy))
+    # A tokeniser, a length or data that differ are another run.
+    other = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--max_seq_length", 96, "--resume", ok=False)
+    assert "sequence_length 128 -> 96" in other.error_line()
+
+
+# -------------------------------------------------------------------------------------- other data, other precision
+
+
+def test_unanswerable_questions_get_no_answer(tmp_path):
+    """SQuAD v2.0: after some epochs on the tiny data, most questions without an answer are recognised."""
+    data = ROOT / "tests" / "data" / "squad_v2.json"
+    command = [*TINY, "--train_file", data, "--validation_file", data, "--version_2_with_negative", "--dropout", 0]
+    result = launch("ddp", SCRIPT, tmp_path, *command, "--num_epochs", 25, "--per_device_train_batch_size", 4)
+    questions = [qa for article in json.loads(data.read_text())["data"] for part in article["paragraphs"]
+                 for qa in part["qas"]]  # fmt: skip
+    answers = predictions(result)
+    empty = {qa["id"] for qa in questions if qa["is_impossible"]}
+    right = sum(answers[question] == "" for question in empty)
+    assert len(empty) == 24 and right >= 20 and "" not in {answers[qa["id"]] for qa in questions[:3]}
+    assert result.record["metrics"]["f1"] > 80 and result.record["workload"]["version_2"] is True
+
+
+def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
+    """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++ compiler."""
+    for strategy, precision, dynamo in (("ddp", "bf16", "no"), ("zero2", "bf16", "no"), ("fsdp", "bf16", "no"),
+                                        ("baseline", "no", "eager")):  # fmt: skip
+        launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
+        batch = 16 if strategy == "baseline" else 8
+        result = launch(strategy, SCRIPT, tmp_path / strategy, *flags(batch), launcher=launcher)
+        assert (result.record["precision"], result.record["dynamo"]) == (precision, dynamo)
+        assert result.losses == pytest.approx(baseline.losses, rel=0.05 if precision == "bf16" else 1e-5)
+        assert result.weights.keys() == baseline.weights.keys()
+
+
+# ------------------------------------------------------------------------------------------------------- real data
+
+
+REAL = ["--model_name_or_path", REAL_DATA / "minilm", "--train_file", REAL_DATA / "squad" / "train.json",
+        "--validation_file", REAL_DATA / "squad" / "dev.json"]  # fmt: skip
+
+
+def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
+    """SQuAD v1.1 and a pretrained encoder, four steps of each strategy against the baseline."""
+    few = [*REAL, "--max_train_samples", 64, "--max_eval_samples", 16, "--max_train_steps", 4, "--dropout", 0]
+    reference = launch("baseline", SCRIPT, tmp_path / "baseline", *few, "--per_device_train_batch_size", 8)
+    assert 0 < reference.record["metrics"]["f1"] <= 100 and math.isfinite(reference.losses[-1])
+    for strategy in STRATEGIES:
+        result = launch(strategy, SCRIPT, tmp_path / strategy, *few)  # 4 a device, the default
+        assert result.losses == pytest.approx(reference.losses, rel=1e-4), strategy
+        for name in ("exact_match", "f1"):
+            assert result.record["metrics"][name] == pytest.approx(reference.record["metrics"][name]), strategy
+        assert predictions(result) == predictions(reference), strategy

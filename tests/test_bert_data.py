@@ -1,0 +1,480 @@
+"""The parts of train_bert_squad.py, in this process: questions, features, batches, spans, scores; and bad input."""
+
+import json
+import random
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, launch, run
+
+import train_bert_squad as script
+
+SCRIPT = "train_bert_squad.py"
+DATA = ROOT / "tests" / "data"
+V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_bert"
+
+
+def options(**changes):
+    values = {"train_file": V1, "validation_file": V1, "version_2_with_negative": False, "max_train_samples": 0,
+              "max_eval_samples": 0, "max_seq_length": 96, "doc_stride": 24, "model_name_or_path": MODEL}
+    return Namespace(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def spans(features):
+    """For each feature its question, the text of its labelled span or None, and its window's first and last character.
+    """
+    for row, owner in enumerate(features.owners.tolist()):
+        question, offsets = features.questions[owner], features.offsets[row]
+        first, last = features.firsts[row].item(), features.lengths[row].item() - 2
+        start, end = features.starts[row].item(), features.ends[row].item()
+        text = question["context"][offsets[start, 0] : offsets[end, 1]] if start else None
+        assert (start == 0) == (end == 0) and (not start or first <= start <= end <= last)
+        yield question, text, offsets[first, 0].item(), offsets[last, 1].item()
+
+
+# --------------------------------------------------------------------------------------------------------- questions
+
+
+def test_questions_are_read_as_they_are():
+    questions = script.read_questions(options(), "train")
+    assert len(questions) == 132 and len({question["id"] for question in questions}) == 132
+    for question in questions:
+        [(text, start)] = question["answers"]
+        assert question["context"][start:].startswith(text)
+    assert script.read_questions(options(max_train_samples=7), "train") == questions[:7]
+    assert script.read_questions(options(max_eval_samples=7), "train") == questions
+    both = script.read_questions(options(train_file=V2, version_2_with_negative=True), "train")
+    assert sum(not question["answers"] for question in both) == 24 and len(both) == 84
+
+
+def nested(context="Rosa built a mill.", question="Who built it?", text="Rosa", start=0, **more):
+    return {"data": [{"title": "Mills", "paragraphs": [{"context": context, "qas": [
+        {"id": "q1", "question": question, "answers": [{"text": text, "answer_start": start}]} | more]}]}]}
+
+
+def without(*path):
+    data = nested()
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    del place[path[-1]]
+    return data
+
+
+QA = ("data", 0, "paragraphs", 0, "qas", 0)
+BAD_FILES = [
+    (nested(start=5), "question q1 has its answer 'Rosa' at character 5 of the context, where 'buil' is"),
+    (nested(start=-4), "question q1 has its answer 'Rosa' at character -4"),
+    (nested(start="0"), "question q1 has the answer 'Rosa' at '0'"),
+    (nested(text=""), "question q1 has its answer '' at character 0"),
+    (nested(context=" \n"), "question q1 has an empty context"),
+    (nested(question=""), "question q1 has an empty question"),
+    (nested(question=None), "question q1 has an empty question"),
+    (nested(answers=[]), "question q1 has no answer: add --version_2_with_negative"),
+    (nested(is_impossible=True), "question q1 has no answer: add --version_2_with_negative"),
+    (without(*QA, "answers"), "question q1 has no 'answers'"),
+    (without(*QA, "question"), "question q1 has no 'question'"),
+    (without(*QA, "answers", 0, "answer_start"), "question q1 has no 'answer_start'"),
+    (without("data", 0, "paragraphs", 0, "context"), "question q1 has no 'context'"),
+    (without(*QA, "id"), "a question after paragraph 1 of article Mills has no 'id'"),
+    (without("data", 0, "paragraphs"), "article 1 has no 'paragraphs'"),
+    (without("data"), "the file has no 'data'"),
+    ({"data": nested()["data"] * 2}, "question q1 is there twice"),
+    ({"data": [{"paragraphs": []}]}, "has no questions"),
+    ({"data": []}, "has no questions"),
+    ([1, 2], "the file is not in SQuAD's form"),
+    ({"data": [{"title": "Mills", "paragraphs": ["text"]}]}, "is not in SQuAD's form"),
+    ('{"data": [', "is not JSON: Expecting value: line 1 column 11"),
+    (b"\xff\xfe\x00", "is not JSON: 'utf-8' codec"),
+]
+
+
+@pytest.mark.parametrize("content, sentence", BAD_FILES, ids=[sentence[-30:] for _, sentence in BAD_FILES])
+def test_malformed_files_are_named_with_question_and_fault(content, sentence, tmp_path):
+    file = tmp_path / "questions.json"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(script.Fault) as fault:
+        script.read_questions(options(train_file=file), "train")
+    assert str(fault.value).startswith(str(file)) and sentence in str(fault.value) and "\n" not in str(fault.value)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(script.Fault, match="cannot read /nowhere.json: No such file"):
+        script.read_questions(options(train_file="/nowhere.json"), "train")
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+
+def test_every_labelled_span_decodes_to_the_answer(tokenizer):
+    args = options()
+    features = script.Features(script.read_questions(args, "train"), "", **script.tokenize(
+        script.read_questions(args, "train"), tokenizer, args.max_seq_length, args.doc_stride))  # fmt: skip
+    answered, elsewhere = set(), 0
+    for question, text, begin, stop in spans(features):
+        [(answer, start)] = question["answers"]
+        inside = begin <= start and start + len(answer) <= stop
+        assert text == (answer if inside else None), question["id"]
+        answered |= {question["id"]} if inside else set()
+        elsewhere += not inside
+    assert len(answered) == 132 and elsewhere > 100, "each question has its answer in a window; many windows have none"
+
+
+def test_windows_cover_the_context_and_overlap(tokenizer):
+    args = options()
+    questions = script.read_questions(args, "train")
+    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
+    assert features.lengths.max() == 96
+    for owner, question in enumerate(questions):
+        rows = (features.owners == owner).nonzero().flatten().tolist()
+        tokens = tokenizer(question["context"], add_special_tokens=False)["input_ids"]
+        together = []
+        for row in rows:
+            first, length = features.firsts[row].item(), features.lengths[row].item()
+            window = features.input_ids[row, first : length - 1].tolist()
+            assert not together or together[-24:] == window[:24]
+            together += window[24:] if together else window
+            head = tokenizer.decode(features.input_ids[row, :first])
+            assert head.startswith("[CLS]") and head.endswith("[SEP]")
+        assert together == tokens
+
+
+def test_batches_are_cut_and_masked(tokenizer):
+    questions = script.read_questions(options(), "train")
+    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
+    ids = torch.tensor([0, 150, 3])
+    width = features.widths(features.lengths[ids]).item()
+    assert width == features.lengths[ids].max()
+    batch = features.batch(ids, width)
+    assert batch["attention_mask"].sum(1).tolist() == features.lengths[ids].tolist()
+    for row, feature in enumerate(ids.tolist()):
+        whole = tokenizer(questions[features.owners[feature]]["question"],
+                          questions[features.owners[feature]]["context"], truncation="only_second", max_length=96)
+        if feature in (0, 3):  # the first windows of their questions
+            length = features.lengths[feature]
+            assert batch["token_type_ids"][row, :length].tolist() == whole["token_type_ids"]
+            assert batch["input_ids"][row, :length].tolist() == whole["input_ids"]
+        assert not batch["token_type_ids"][row][~batch["attention_mask"][row]].any()
+
+
+def test_features_are_cached_by_what_they_depend_on(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    questions, original, made = script.read_questions(options(), "train"), script.tokenize, []
+    monkeypatch.setattr(script, "tokenize", lambda *args: made.append(1) or original(*args))
+    first = script.load_features(questions, tokenizer, options())
+    again = script.load_features(questions, tokenizer, options())
+    fresh = script.load_features(questions, transformers.AutoTokenizer.from_pretrained(MODEL), options())
+    assert len(made) == 1 and first.key == again.key == fresh.key
+    for name, tensor in vars(first).items():
+        assert not torch.is_tensor(tensor) or torch.equal(tensor, getattr(again, name))
+    for changed in (options(max_seq_length=80), options(doc_stride=16)):
+        assert script.load_features(questions, tokenizer, changed).key != first.key
+    assert script.load_features(questions[1:], tokenizer, options()).key != first.key
+    assert len(made) == 4
+
+    [file] = tmp_path.rglob(f"{first.key[:32]}*")
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert torch.equal(script.load_features(questions, tokenizer, options()).starts, first.starts)
+    assert len(made) == 5, "a damaged cache is made anew"
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}
+
+
+def test_real_answers_survive_the_tokenizer(real_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(real_data / "minilm")
+    args = options(train_file=real_data / "squad" / "train.json", max_seq_length=384, doc_stride=128)
+    features = script.load_features(script.read_questions(args, "train"), tokenizer, args)
+    exact, seen, answered = 0, 0, set()
+    for question, text, begin, stop in spans(features):
+        answer, start = question["answers"][0]
+        assert (text is not None) == (begin <= start and start + len(answer) <= stop)
+        if text is not None:
+            assert answer in text, question["id"]  # some annotations begin or end inside of a word
+            answered.add(question["id"])
+            exact, seen = exact + (text == answer), seen + 1
+    assert len(features.lengths) == 12_280 and len(answered) == 11_998 and exact / seen > 0.995
+    for batch, ranks in ((8, 1), (32, 1), (8, 2)):
+        order = script.epoch_order(features.lengths, 0, 0, batch)
+        slices = features.lengths[order].view(len(order), ranks, -1)
+        padding = 1 - slices.sum().item() / (slices.amax(-1).sum().item() * slices.shape[-1])
+        assert padding < 0.03, f"batch {batch} on {ranks} ranks: {padding:.1%}"
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def test_global_batches_have_similar_lengths_and_lose_no_sample():
+    lengths = torch.tensor([random.Random(i).randint(30, 384) for i in range(2_005)])
+    order = script.epoch_order(lengths, 0, 0, 10)
+    assert order.shape == (200, 10) and len(set(order.flatten().tolist())) == 2_000  # the last 5 are dropped
+    assert torch.equal(order, script.epoch_order(lengths, 0, 0, 10))
+    assert lengths[order[0]].max() == lengths[order].max(), "the longest comes first"
+    for other in (script.epoch_order(lengths, 0, 1, 10), script.epoch_order(lengths, 1, 0, 10)):
+        assert {frozenset(batch) for batch in order.tolist()}.isdisjoint(frozenset(batch) for batch in other.tolist())
+    spread = (lengths[order].amax(1) - lengths[order].amin(1)).float()
+    assert spread.mean() < 15  # of 354
+    means = lengths[order].float().mean(1)
+    assert (means[1:] < means[:-1]).float().mean().item() == pytest.approx(0.5, abs=0.15), "not sorted over the epoch"
+    assert script.epoch_order(lengths[:12], 0, 0, 12).shape == (1, 12)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_forward_is_that_of_transformers_and_blind_to_padding(tokenizer):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(MODEL)
+    mine = script.SpanBert(config).eval()
+    theirs = transformers.BertForQuestionAnswering(config).eval()
+    theirs.load_state_dict(mine.state_dict())
+    questions = script.read_questions(options(), "train")
+    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
+    ids = torch.tensor([0, 1, 40, 3])
+    batch = features.batch(ids, 96)
+    with torch.no_grad():
+        logits, output = mine(**batch), theirs(**{name: tensor.long() for name, tensor in batch.items()})
+        narrow = mine(**features.batch(ids, features.lengths[ids].max().item()))
+    mask = batch["attention_mask"]
+    torch.testing.assert_close(logits[..., 0][mask], output.start_logits[mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits[..., 1][mask], output.end_logits[mask], rtol=1e-5, atol=1e-6)
+    targets = features.starts[ids], features.ends[ids]
+    torch.testing.assert_close(script.span_losses(narrow, *targets), script.span_losses(logits, *targets))
+    whole = [theirs(input_ids=features.input_ids[i : i + 1, : features.lengths[i]].long(),
+                    token_type_ids=batch["token_type_ids"][n : n + 1, : features.lengths[i]].long(),
+                    start_positions=features.starts[i : i + 1], end_positions=features.ends[i : i + 1]).loss.item()
+             for n, i in enumerate(ids.tolist())]  # fmt: skip
+    assert script.span_losses(logits, *targets).tolist() == pytest.approx(whole, rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_best_spans_are_those_of_a_search_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    for width, limit in ((5, 30), (40, 3), (64, 30), (33, 1)):
+        logits = torch.randn(20, width, 2, generator=generator) * 3
+        first = torch.randint(0, width // 2, (20,), generator=generator)
+        last = torch.randint(width // 2, width, (20,), generator=generator)
+        logits[:, width - 1] += 20  # the best positions are often outside of the context
+        scores, starts, ends = script.best_spans(logits, first, last, limit)
+        for row in range(20):
+            allowed = {(s, e): (logits[row, s, 0] + logits[row, e, 1]).item()
+                       for s in range(first[row], last[row] + 1)
+                       for e in range(s, min(s + limit, last[row].item() + 1))}  # fmt: skip
+            assert max(allowed, key=allowed.get) == (starts[row].item(), ends[row].item())
+            assert scores[row].item() == pytest.approx(max(allowed.values()))
+
+
+def test_answers_come_from_the_best_window_and_from_cls():
+    context = "Ada and Bo met."
+    questions = [{"id": name, "context": context, "question": "?", "answers": []} for name in "abc"]
+    offsets = torch.tensor([[[0, 0], [0, 3], [4, 7], [8, 10], [11, 14]]] * 4)
+    features = Namespace(questions=questions, owners=torch.tensor([0, 0, 1, 2]), offsets=offsets)
+    rows = torch.tensor([  # loss, "no answer", best span's score, start, end
+        [0.0, 9.0, 5.0, 1, 1],
+        [0.0, 1.0, 6.0, 3, 4],  # a's second window: the better span, and the lower "no answer"
+        [0.0, 2.0, 3.0, 1, 3],
+        [0.0, 4.0, 3.0, 2, 2],
+    ])  # fmt: skip
+    assert script.choose_answers(rows, features, False) == {"a": "Bo met", "b": "Ada and Bo", "c": "and"}
+    assert script.choose_answers(rows, features, True) == {"a": "Bo met", "b": "Ada and Bo", "c": ""}
+
+
+@pytest.mark.parametrize("prediction, references, exact, f1", [
+    ("The Green Heron!", ["green heron"], 100, 100),  # case, punctuation, article
+    ("an apple a day", ["apple day"], 100, 100),
+    ("another apple", ["apple"], 0, 200 / 3),  # "an" only as a word of its own
+    ("the cat sat", ["cat", "the cat sat down"], 0, 100 * 2 * 2 / (2 + 3)),  # the best of several answers
+    ("1,300", ["1300"], 100, 100),
+    ("sea - water", ["sea-water"], 0, 0),  # punctuation is deleted, not turned into a space
+    ("the the dog dog", ["dog"], 0, 100 * 2 * 0.5 * 1 / 1.5),  # words count as often as they occur
+    ("Zoë  Carter\n", ["zoë carter"], 100, 100),
+    ("watchmakers’ guild", ["watchmakers guild"], 0, 50),  # a curly apostrophe is not among ASCII's punctuation
+    ("blue", ["red"], 0, 0),
+    ("", ["red"], 0, 0),
+])  # fmt: skip
+def test_scores_follow_the_official_rules(prediction, references, exact, f1):
+    for version_2 in (False, True):
+        scores = script.SquadMetric(keep_in_memory=True).compute(
+            predictions=[prediction], references=[references], version_2=version_2)  # fmt: skip
+        assert scores == pytest.approx({"exact_match": exact, "f1": f1})
+
+
+@pytest.mark.parametrize("prediction, references, v1, v2", [
+    ("", [], None, (100, 100)),  # v2.0: rightly no answer
+    ("red", [], None, (0, 0)),
+    ("", [""], (100, 0), (100, 100)),  # v1.1 gives F1 0 where no words are shared, even if there are none
+    ("the", ["a"], (100, 0), (100, 100)),
+    ("red", ["the", "red"], (100, 100), (100, 100)),
+    ("", ["the", "red"], (100, 0), (0, 0)),  # v2.0 leaves out answers that are nothing but articles
+])  # fmt: skip
+def test_scores_without_words(prediction, references, v1, v2):
+    for version_2, expected in ((False, v1), (True, v2)):
+        if expected:
+            scores = script.SquadMetric(keep_in_memory=True).compute(
+                predictions=[prediction], references=[references], version_2=version_2)  # fmt: skip
+            assert (scores["exact_match"], scores["f1"]) == expected
+
+
+def test_scores_are_means_over_questions():
+    scores = script.SquadMetric(keep_in_memory=True).compute(
+        predictions=["red", "blue", "a b c"], references=[["red"], ["green"], ["b c d"]], version_2=False)  # fmt: skip
+    assert scores == pytest.approx({"exact_match": 100 / 3, "f1": 100 * (1 + 0 + 2 / 2.5 * 1) / 3}, abs=20)
+
+
+# ---------------------------------------------------------------------------------------- bad input, one clear line
+
+
+def refused(monkeypatch, tmp_path, *flags):
+    """The error line of the script with these flags, in this process; it must leave no file behind."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, flags)])
+    with pytest.raises(SystemExit) as exit:
+        script.main()
+    assert str(exit.value).startswith("error: ") and "\n" not in str(exit.value)
+    assert not list(folder.iterdir()), "a refused run leaves nothing behind"
+    return str(exit.value)
+
+
+FILES = ["--train_file", V1, "--validation_file", V1]
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--num_epochs 0", "--num_epochs must be greater than 0"),
+    ("--max_train_samples -1", "--max_train_samples must not be negative"),
+    ("--max_seq_length 0", "--max_seq_length must be greater than 0"),
+    ("--dropout 1", "--dropout must be less than 1"),
+    ("--learning_rate nan", "--learning_rate must be greater than 0"),
+    ("--models bert", "unrecognized arguments: --models"),
+    ("--resume", "--resume needs --output_dir"),
+    ("--train_file x.json", "--train_file and --validation_file go together"),
+])  # fmt: skip
+def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
+    assert sentence in refused(monkeypatch, tmp_path, *shlex.split(flags))
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--max_seq_length 513 --doc_stride 128", "--max_seq_length 513 is more than the 512 positions of"),
+    ("--max_seq_length 64 --doc_stride 60", "tokens for its context, which must be more than --doc_stride 60"),
+    ("--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10 tokens"),
+    ("--per_device_train_batch_size 500", "the global batch of 500"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit(flags, sentence, monkeypatch, tmp_path):
+    flags = ["--model_name_or_path", MODEL, "--from_scratch", *FILES, *flags.split()]
+    assert sentence in refused(monkeypatch, tmp_path, *flags)
+
+
+def model_folder(tmp_path, without=(), **config):
+    """A copy of the tiny model, with weights, lacking some files and with changes to its config."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, copy_function=shutil.copyfile)
+    script.SpanBert(transformers.AutoConfig.from_pretrained(MODEL)).save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    for name in without:
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("without, config, sentence", [
+    (["model.safetensors"], {}, "cannot load the weights of {}: Error no file named"),
+    (["vocab.txt"], {}, "the model folder {} has no tokenizer"),
+    (["config.json"], {}, "cannot load {}: Unrecognized model"),
+    ([], {"model_type": "roberta"}, "{} is a roberta model; this script trains BERT"),
+    ([], {"vocab_size": 100}, "{} has a tokenizer of 341 tokens, but a model of 100"),
+    ([], {"hidden_size": 64}, "cannot load the weights of {}"),
+    ([], {"num_hidden_layers": 3}, "the weights of {} lack 16 parameters of BERT, such as bert.encoder.layer.2."),
+])  # fmt: skip
+def test_model_folders_that_are_not_whole(without, config, sentence, monkeypatch, tmp_path):
+    folder = model_folder(tmp_path, without, **config)
+    assert sentence.format(folder) in refused(monkeypatch, tmp_path, "--model_name_or_path", folder, *FILES)
+
+
+def test_a_tokenizer_that_is_not_fast(monkeypatch, tmp_path):
+    folder = model_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    line = refused(monkeypatch, tmp_path, "--model_name_or_path", folder, *FILES)
+    assert f"{folder} has a ByT5Tokenizer, which is not fast" in line
+
+
+def test_no_model_no_network(monkeypatch, tmp_path):
+    assert "cannot load google-bert/bert-base-uncased: " in refused(monkeypatch, tmp_path)
+    assert "--prepare_data_only" in refused(monkeypatch, tmp_path / "cwd", "--model_name_or_path", "nobody/nothing")
+
+
+def test_no_data_no_network(monkeypatch, tmp_path):
+    line = refused(monkeypatch, tmp_path, "--model_name_or_path", MODEL, "--from_scratch")
+    assert "cannot load rajpurkar/squad: " in line and "--prepare_data_only" in line
+
+
+def test_one_line_from_two_processes_and_the_checkpoints_stay(tmp_path):
+    """Also where only one rank reads first: no process hangs, and a folder that holds a run is left as it was."""
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(nested(start=3)))
+    flags = ["--model_name_or_path", MODEL, "--from_scratch", "--train_file", bad, "--validation_file", V1]
+    result = launch("zero3", SCRIPT, tmp_path / "run", *flags, ok=False)
+    assert f"{bad}: question q1 has its answer 'Rosa' at character 3" in result.error_line()
+    assert not (tmp_path / "run").exists()
+    unwritable = launch("ddp", SCRIPT, tmp_path / "run", *flags[:3], *FILES, ok=False, env={"HF_HOME": str(bad)})
+    assert "set HF_HOME to a folder" in unwritable.error_line()
+
+
+def test_v2_data_without_the_flag(monkeypatch, tmp_path):
+    flags = ["--model_name_or_path", MODEL, "--from_scratch", "--train_file", V2, "--validation_file", V2]
+    assert "add --version_2_with_negative if this is SQuAD v2.0" in refused(monkeypatch, tmp_path, *flags)
+
+
+def test_prepared_on_one_node_then_trained_without_the_files_work(tmp_path):
+    """--prepare_data_only fills the cache; the run after it tokenises nothing."""
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    flags = ["--model_name_or_path", str(MODEL), "--from_scratch", *map(str, FILES)]
+    prepared = run([sys.executable, SCRIPT, *flags, "--prepare_data_only"], env=env)
+    assert prepared.code == 0 and "132 training questions (" in prepared.out, prepared.err
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert len(cached) == 1, "training and validation questions are the same here"
+    launch("ddp", SCRIPT, tmp_path / "run", *flags, "--max_train_steps", 1, env=env)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")} == cached
+
+
+def test_help_names_every_flag_with_a_sentence():
+    text = run([sys.executable, SCRIPT, "--help"]).out.split("options:")[1]
+    for flag in """output_dir seed num_epochs per_device_train_batch_size per_device_eval_batch_size learning_rate
+            gradient_accumulation_steps dropout max_train_steps checkpointing_steps resume with_tracking
+            prepare_data_only model_name_or_path train_file validation_file max_train_samples max_eval_samples
+            max_seq_length doc_stride version_2_with_negative max_answer_length from_scratch""".split():
+        assert f"  --{flag}" in text, flag
+    words = "".join(text.split())  # without the line breaks
+    assert "google-bert/bert-base-uncased" in words and "rajpurkar/squad" in words
+
+
+# ------------------------------------------------------------------------------------------------- two scripts, one
+
+
+def test_both_scripts_share_their_machinery_word_for_word():
+    """Each script stands alone; what both need is the same text, from "the same in both scripts" to the end."""
+    tails, names = [], []
+    for name in ("train_mnist_rnn.py", "train_bert_squad.py"):
+        text = (ROOT / name).read_text()
+        head, _, tail = text.partition("launching: the same in both scripts\n")
+        tails.append(tail)
+        names.append({line.split("(")[0] for line in head.splitlines() if line.startswith(("def ", "class "))})
+        constants = [line for line in head.splitlines() if line[:1].isupper() and " = " in line]
+        assert len(constants) >= 6
+    assert tails[0] == tails[1] and tails[0].count("\ndef ") > 15
+    shared = {"def parse_args", "def train_epoch", "def main", "def epoch_order"}  # of the same name, not the same work
+    assert names[0] & names[1] == shared
