@@ -28,6 +28,12 @@ train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no down
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
 		train_mnist_rnn.py --dataset digits --num_epochs 30
 
+train-bert: setup  ## train a tiny BERT from scratch on the test data's questions: no download, no GPU needed
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
+		train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch --learning_rate 1e-3 --dropout 0 \
+		--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json \
+		--num_epochs 30 --per_device_train_batch_size 8
+
 test: dev  ## run the tests
 	$(BIN)/python -m pytest
 
@@ -40,4 +46,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train test lint bench clean
+.PHONY: help setup dev train train-bert test lint bench clean

@@ -177,8 +177,8 @@ OFFLINE = "where there is no network, run --prepare_data_only on a node that has
 
 
 def one_line(problem):
-    """The first sentence or so of a library's error."""
-    return str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
+    """The first line of a library's error, without the dot at its end."""
+    return [*str(problem).strip().splitlines(), type(problem).__name__][0][:200].rstrip(".")
 
 
 # ----------------------------------------------------------------------------------------------- questions, tokenised
@@ -438,11 +438,11 @@ def best_spans(logits, first, last, max_answer_length):
     positions = torch.arange(logits.shape[1], device=logits.device)
     inside = (positions >= first[:, None]) & (positions <= last[:, None])
     start_logits, end_logits = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
-    # ends[b, s, k] is the end logit k tokens after s: [batch, width, max_answer_length], a view.
-    ends = F.pad(end_logits, (0, max_answer_length - 1), value=-torch.inf).unfold(1, max_answer_length, 1)
-    scores, best = (start_logits[:, :, None] + ends).flatten(1).max(1)
-    starts = best // max_answer_length
-    return scores, starts, starts + best % max_answer_length
+    # For each start, the best end among the next tokens and where it is: a max-pooling, [batch, width] each.
+    ahead = F.pad(end_logits, (0, max_answer_length - 1), value=-torch.inf)
+    best_end_logits, ends = F.max_pool1d(ahead, max_answer_length, stride=1, return_indices=True)
+    scores, starts = (start_logits + best_end_logits).max(1)
+    return scores, starts, ends.gather(1, starts[:, None])[:, 0]
 
 
 @torch.no_grad()
@@ -477,18 +477,20 @@ def choose_answers(rows, features, version_2):
     With `version_2` the answer is "" where "no answer", at [CLS], has more than the score of the best span; as the
     official recipe has it, the window counts in which "no answer" scores lowest.
     """
+    _, null_scores, scores, starts, ends = rows.T
+    windows = torch.arange(len(rows))
+    begins = features.offsets[windows, starts.long(), 0].tolist()
+    stops = features.offsets[windows, ends.long(), 1].tolist()
     best, nothing = {}, collections.defaultdict(lambda: float("inf"))
-    for row, index in enumerate(features.owners.tolist()):
-        _, null_score, score, start, end = rows[row].tolist()
-        nothing[index] = min(nothing[index], null_score)
-        if index not in best or score > best[index][0]:
-            best[index] = score, row, int(start), int(end)
+    for owner, null_score, *span in zip(
+            features.owners.tolist(), null_scores.tolist(), scores.tolist(), begins, stops, strict=True):
+        nothing[owner] = min(nothing[owner], null_score)
+        if owner not in best or span[0] > best[owner][0]:
+            best[owner] = span
     answers = {}
-    for index, (score, row, start, end) in sorted(best.items()):
-        begin, stop = features.offsets[row, start, 0], features.offsets[row, end, 1]
-        nobody = version_2 and nothing[index] > score
-        question = features.questions[index]
-        answers[question["id"]] = "" if nobody else question["context"][begin:stop]
+    for owner, (score, begin, stop) in sorted(best.items()):
+        question = features.questions[owner]
+        answers[question["id"]] = "" if version_2 and nothing[owner] > score else question["context"][begin:stop]
     return answers
 
 

@@ -7,21 +7,16 @@ noisy. One thread a process throughout, as OMP_NUM_THREADS=1 makes of it.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from side_by_side import launcher, record, role, row
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 STEPS = 937  # an epoch of MNIST at batch 64
 
 
@@ -86,28 +81,6 @@ def sync_milliseconds(_):
 ROLES = {"loader": loader_epoch, "bare": bare_epoch, "sync": sync_milliseconds}
 
 
-def in_a_process(role, data_dir, launcher=()):
-    """Run one of ROLES in a fresh process, optionally under a launcher; returns its number."""
-    command = [sys.executable, *launcher, __file__, "--role", role, "--data_dir", data_dir]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return float(done.stdout.split("number:")[1].split()[0])
-
-
-def record(strategy, data_dir, *flags):
-    """The run.json of a run of the script under a strategy's YAML."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0",
-                   "--config_file", f"accelerate_configs/{strategy}.yaml", "train_mnist_rnn.py",
-                   "--data_dir", data_dir, "--output_dir", folder, *map(str, flags)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        return json.loads((Path(folder) / "run.json").read_text())
-
-
-def row(name, values, unit, target):
-    spread = f"{min(values):.4g} to {max(values):.4g}"
-    print(f"| {name} | {statistics.median(values):.4g} {unit} | {spread} | {target} |", flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data", help="as in train_mnist_rnn.py")
@@ -120,18 +93,21 @@ def main():
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the bare loops run on the CPU, so all do
     data, repeats = str(Path(args.data_dir).resolve()), range(args.repeats)
 
+    def script(strategy, *flags):
+        return record(strategy, "train_mnist_rnn.py", "--data_dir", data, *flags)
+
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
     print("| what | median | from to | target |\n|---|---|---|---|")
-    accuracies = [record("baseline", data, "--seed", seed)["metrics"]["accuracy"] * 100 for seed in range(3)]
+    accuracies = [script("baseline", "--seed", seed)["metrics"]["accuracy"] * 100 for seed in range(3)]
     mean = statistics.mean(accuracies)
     row(f"test accuracy with the defaults, seeds 0 to 2 (mean {mean:.2f} %)", accuracies, "%", "mean >= 98.5 %")
 
     epoch = ["--max_train_steps", STEPS]
     ours, loader, bare = [], [], []
     for _ in repeats:
-        loader.append(in_a_process("loader", data))
-        ours.append(record("baseline", data, *epoch)["seconds"]["train"])
-        bare.append(in_a_process("bare", data))
+        loader.append(role(__file__, "loader", "--data_dir", data))
+        ours.append(script("baseline", *epoch)["seconds"]["train"])
+        bare.append(role(__file__, "bare", "--data_dir", data))
     row("an epoch of the script, batch 64, one process", ours, "s", "")
     row("... of a loop over a DataLoader with torchvision's transforms", loader, "s", "")
     row("... of a bare loop over the script's tensors", bare, "s", "")
@@ -142,18 +118,16 @@ def main():
         flags = ["--per_device_train_batch_size", batch, "--max_train_steps", 90_000 // batch]
         ddp, apart = [], []
         for _ in repeats:
-            one = record("baseline", data, *flags)["samples_per_second"]
-            ddp.append(record("ddp", data, *flags)["samples_per_second"] / one)
+            one = script("baseline", *flags)["samples_per_second"]
+            ddp.append(script("ddp", *flags)["samples_per_second"] / one)
             with ThreadPoolExecutor() as pool:  # what the cores give to two processes that do not talk to each other
-                pair = list(pool.map(lambda flags: record("baseline", data, *flags), [flags, flags]))
+                pair = list(pool.map(lambda flags: script("baseline", *flags), [flags, flags]))
             apart.append(sum(run["samples_per_second"] for run in pair) / one)
         row(f"samples/s of two DDP processes / one, batch {batch} a device", ddp, "times", target)
         row("... of two processes at once, each on its own", apart, "times", "")
 
-    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file",
-                "accelerate_configs/ddp.yaml"]  # fmt: skip
     step_ms = 1000 * statistics.median(ours) / STEPS
-    share = [in_a_process("sync", data, launcher) / (50 * step_ms) * 100 for _ in repeats]
+    share = [role(__file__, "sync", launcher=launcher("ddp")) / (50 * step_ms) * 100 for _ in repeats]
     row("agreeing on whether to stop, of the training time", share, "%", "< 1 %")
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from argparse import Namespace
 
+import hub
 import pytest
 import torch
 import transformers
@@ -449,6 +450,41 @@ def test_prepared_on_one_node_then_trained_without_the_files_work(tmp_path):
     assert len(cached) == 1, "training and validation questions are the same here"
     launch("ddp", SCRIPT, tmp_path / "run", *flags, "--max_train_steps", 1, env=env)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")} == cached
+
+
+SQUAD_CARD = """---
+configs:
+- config_name: plain_text
+  data_files:
+  - {split: train, path: plain_text/train-*}
+  - {split: validation, path: plain_text/validation-*}
+---
+"""
+
+
+def test_the_default_model_and_data_come_from_the_hub_once(tmp_path):
+    """A Hub on this machine gives a login node google-bert/bert-base-uncased and rajpurkar/squad (our tiny ones); then the
+    main command, as README has it, trains without any network.
+    """
+    root, squad = tmp_path / "hub", tmp_path / "hub" / "datasets" / "rajpurkar" / "squad"
+    (root / "google-bert").mkdir(parents=True)
+    model_folder(tmp_path).rename(root / "google-bert" / "bert-base-uncased")
+    rows = [row | {"title": "", "answers": {"text": [text for text, _ in row["answers"]],
+                                            "answer_start": [start for _, start in row["answers"]]}}
+            for row in script.read_squad(V1)]  # fmt: skip
+    for split in ("train", "validation"):
+        (squad / "plain_text").mkdir(parents=True, exist_ok=True)
+        script.datasets.Dataset.from_list(rows).to_parquet(squad / "plain_text" / f"{split}-00000-of-00001.parquet")
+    (squad / "README.md").write_text(SQUAD_CARD)
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    with hub.serve(root) as address:
+        prepared = run([sys.executable, SCRIPT, "--prepare_data_only"], env=env | {"HF_ENDPOINT": address})
+    assert prepared.code == 0 and "the model, 132 training questions (" in prepared.out, prepared.err
+    command = ["--max_train_steps", 2]  # besides what README says
+    trained = launch("fsdp", SCRIPT, tmp_path / "run", *command, env=env | {"HF_HUB_OFFLINE": "1"})
+    workload = trained.record["workload"]
+    assert workload["model"] == "bert-base-uncased" and workload["dataset"] == "rajpurkar/squad"
+    assert workload["questions"] == 132 and workload["sequence_length"] == 384 and trained.record["steps"] == 2
 
 
 def test_help_names_every_flag_with_a_sentence():

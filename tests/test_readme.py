@@ -14,20 +14,29 @@ COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerat
 # What runs the commands that are not `accelerate launch`: .ci/run, or the tests named here.
 RUN_ELSEWHERE = {
     "make train": ".ci/run",
+    "make train-bert": ".ci/run",
+    "python train_bert_squad.py --prepare_data_only": "test_bert_data.py",
     "make test": ".ci/run",
     "source .venv/bin/activate": ".ci/run",
     "make clean setup CONSTRAINTS=constraints-cu128.txt": "test_each_set_fits_the_requirements",
 }
 
 
+SMALL = {
+    "train_mnist_rnn.py": "--dataset digits",
+    "train_bert_squad.py": "--model_name_or_path tests/data/tiny_bert --from_scratch"
+    " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json --version_2_with_negative",
+}
+
+
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("accelerate")])
 def test_launch_commands_work(command, tmp_path):
-    """Word for word, but on the small data set and for a few steps."""
+    """Word for word, but on small data and for a few steps."""
     words = shlex.split(command)
     assert words[:3] == ["accelerate", "launch", "--config_file"]
-    small = [] if "--dataset" in words else ["--dataset", "digits"]
-    full = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], *small, "--max_train_steps", "3"]
-    result = run([*full, "--output_dir", str(tmp_path)], tmp_path)
+    [script] = set(words) & set(SMALL)
+    full = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], *SMALL[script].split()]
+    result = run([*full, "--max_train_steps", "3", "--output_dir", str(tmp_path)], tmp_path)
     assert result.code == 0, result.err
     assert result.record["status"] == "completed" and result.record["strategy"] in words[3]
 
@@ -37,7 +46,10 @@ def test_no_command_is_left_to_rot():
     assert others == set(RUN_ELSEWHERE), "a new command in README needs a test, or a place in RUN_ELSEWHERE"
     script = (ROOT / ".ci" / "run").read_text()
     for command, place in RUN_ELSEWHERE.items():
-        assert command in script if place == ".ci/run" else place in globals(), command
+        if place.endswith(".py"):
+            assert command.split("--")[-1] in (ROOT / "tests" / place).read_text(), command
+        else:
+            assert command in script if place == ".ci/run" else place in globals(), command
 
 
 def test_readme_links_to_files_that_exist():
@@ -67,6 +79,7 @@ def test_each_set_fits_the_requirements(pinned):
 
 def test_benchmarks_start(tmp_path):
     assert "--data_dir" in run([sys.executable, "benchmarks/mnist.py", "--help"]).out
+    assert "--train_file" in run([sys.executable, "benchmarks/bert.py", "--help"]).out
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", "accelerate_configs/ddp.yaml", "benchmarks/mnist.py", "--role", "sync"]
     assert "number: " in run(command).out

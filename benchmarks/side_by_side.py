@@ -1,0 +1,38 @@
+"""What the benchmarks share: a run of a script, a role in a fresh process, and a row of the table."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def launcher(strategy):
+    """The words of `accelerate launch` with a strategy's YAML, to put between python and a script."""
+    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file",
+            f"accelerate_configs/{strategy}.yaml"]  # fmt: skip
+
+
+def record(strategy, script, *flags):
+    """The run.json of a run of a script under a strategy's YAML."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *launcher(strategy), script, "--output_dir", folder, *map(str, flags)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        return json.loads((Path(folder) / "run.json").read_text())
+
+
+def role(file, *arguments, launcher=()):
+    """Run `file --role ...` in a fresh process, optionally under a launcher; returns the number that it prints."""
+    command = [sys.executable, *launcher, file, "--role", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(done.stdout.split("number:")[1].split()[0])
+
+
+def row(name, values, unit, target):
+    """Print a line of the table: median, and from the lowest to the highest value."""
+    spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
+    print(f"| {name} | {statistics.median(values):.4g} {unit} | {spread} | {target} |", flush=True)
