@@ -34,7 +34,14 @@ import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -360,9 +367,11 @@ def make_accelerator(args):
         from deepspeed.ops import __compatible_ops__ as deepspeed_ops
 
         deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles a shared-memory all-reduce, if there is a compiler
+    # Gradients in the buckets that are all-reduced, not a copy of them; and no broadcast of constants at every step.
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
     accelerator = Accelerator(
         cpu=not gpus and not sharded,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if sharded and not gpus else None,
+        kwargs_handlers=handlers + [InitProcessGroupKwargs(backend="gloo")] * (sharded and not gpus),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with="tensorboard" if args.with_tracking else None,
         project_dir="runs",  # replaced in Run.start, when the output directory is known
@@ -379,14 +388,19 @@ def make_accelerator(args):
     if gpus:
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     if state.distributed_type == DistributedType.DEEPSPEED:
-        # It wants the batch size, as it sees no DataLoader; and unless told not to, it alone would clip gradients at 1.
-        config = state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": args.per_device_train_batch_size, "gradient_clipping": 0.0}
-        # The defaults are for models of billions of parameters: 2 GB buffers, and below 1e9 next to nothing is sharded.
-        config["zero_optimization"] |= {"reduce_bucket_size": ZERO_BUCKET, "stage3_prefetch_bucket_size": ZERO_BUCKET,
-                                        "stage3_max_live_parameters": ZERO_BUCKET, "stage3_max_reuse_distance": 0,
-                                        "stage3_param_persistence_threshold": ZERO_WHOLE}
-        return accelerator, f"zero{state.deepspeed_plugin.zero_stage}"
+        # It wants the batch size, as it sees no DataLoader; and unless told not to, it alone would clip gradients at 1
+        # and stop the GPU at every step to time it.
+        config, stage = state.deepspeed_plugin.deepspeed_config, state.deepspeed_plugin.zero_stage
+        config |= {"train_micro_batch_size_per_gpu": args.per_device_train_batch_size, "gradient_clipping": 0.0,
+                   "timers": {"throughput": {"enabled": False}}}
+        # Its sizes are for billions of parameters: buffers of 2 GB, and ZeRO-3 would hold all of a model of less than
+        # 1e9 from the forward to the backward pass. Stage 2 would all-reduce, and only after the backward pass.
+        config["zero_optimization"] |= {"reduce_bucket_size": ZERO_BUCKET} | ({
+            "stage3_prefetch_bucket_size": ZERO_BUCKET, "stage3_max_live_parameters": 3 * ZERO_BUCKET,
+            "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": ZERO_WHOLE,
+        } if stage == 3 else {
+            "use_multi_rank_bucket_allreduce": False, "overlap_comm": gpus > 0, "compute_grad_norm": False})
+        return accelerator, f"zero{stage}"
     if state.distributed_type == DistributedType.FSDP:
         return accelerator, "fsdp"
     if state.distributed_type == DistributedType.NO:
@@ -554,7 +568,7 @@ class Run:
         self.bar.close()
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
-        tokens, places = self.progress.tokens, self.progress.places
+        tokens, places, trained = self.progress.tokens, self.progress.places, self.seconds["train"]
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
@@ -564,7 +578,7 @@ class Run:
             "padding_share": round(1 - tokens / places, 4) if places else None,
             "seconds": {name: seconds and round(seconds, 3) for name, seconds in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
-            "tokens_per_second": round((tokens - self.first_tokens) / self.seconds["train"], 1) if tokens else None,
+            "tokens_per_second": round((tokens - self.first_tokens) / trained, 1) if tokens and trained else None,
             "ranks": ranks,
             "metrics": metrics,
             "status": "preempted" if stopped else "completed",
@@ -578,7 +592,7 @@ class Run:
             say(f"stopped by {reason} after step {self.progress.step} of {self.total_steps}; saved: add --resume "
                 f"--output_dir {self.folder} to continue")
         else:
-            say(f"completed {self.progress.step:,} steps: {self.seconds['train']:.1f} s of training, "
+            say(f"completed {self.progress.step:,} steps: {trained:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 
@@ -635,7 +649,7 @@ def describe_rank():
 def write_atomically(path, text):
     """Write a file so that a kill at any moment leaves the old one or the new one, never half of it."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
+    with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -201,6 +201,13 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
     resumed = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 6
     assert_same_end(resumed, undisturbed(strategy))
+    # A kill after the last checkpoint and before the record costs nothing but the saving of the model.
+    for name in ("run.json", "model.safetensors"):
+        (tmp_path / name).unlink()
+    again = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, "--resume")
+    assert_same_end(again, undisturbed(strategy))
+    assert again.record["tokens"] == resumed.record["tokens"] and again.record["tokens_per_second"] is None
+    (tmp_path / "run.json").unlink()
     # A tokeniser, a length or data that differ are another run.
     other = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--max_seq_length", 96, "--resume", ok=False)
     assert "sequence_length 128 -> 96" in other.error_line()
