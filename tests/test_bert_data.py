@@ -139,7 +139,7 @@ def test_every_labelled_span_decodes_to_the_answer(tokenizer):
 
 
 def test_spans_where_characters_and_tokens_do_not_match():
-    """A tokenizer may make several tokens of a character (of Hangul), or none (of a zero-width space). Context: 3 to 8."""
+    """A tokenizer makes several tokens of some characters (Hangul), and none of others (a zero-width space)."""
     offsets = np.array([[0, 0], [0, 3], [0, 0], [0, 1], [0, 1], [0, 1], [1, 3], [3, 4], [5, 8], [0, 0]])
     assert script.find_span(offsets, 3, [("x", 0)]) == (3, 5)
     assert script.find_span(offsets, 3, [("xyz", 0)]) == (3, 6)
