@@ -308,6 +308,8 @@ def load_features(questions, tokenizer, args):
 def load_inputs(args):
     """Tokenizer, the model's config, and the `Features` to train and to evaluate on, on the CPU. Raises Fault."""
     name = args.model_name_or_path
+    if not Path(name).is_dir() and (name.startswith((".", "/")) or name.count("/") > 1):  # the Hub has OWNER/NAME
+        raise Fault(f"there is no model folder {name}")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         if Path(name).is_dir() and not any((Path(name) / file).exists() for file in ("tokenizer.json", "vocab.txt")):

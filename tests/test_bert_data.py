@@ -421,6 +421,10 @@ def test_model_folders_that_are_not_whole(without, config, sentence, monkeypatch
     assert sentence.format(folder) in refused(monkeypatch, tmp_path, "--model_name_or_path", folder, *FILES)
 
 
+def test_a_model_folder_that_is_not_there(monkeypatch, tmp_path):
+    assert "there is no model folder a/b/c" in refused(monkeypatch, tmp_path, "--model_name_or_path", "a/b/c", *FILES)
+
+
 def test_a_tokenizer_that_is_not_fast(monkeypatch, tmp_path):
     folder = model_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
