@@ -133,10 +133,12 @@ def read_questions(args, split):
         if row["id"] in questions:
             raise Fault(f"{place} is there twice")
         for key in ("question", "context"):
-            if not isinstance(row[key], str) or not row[key].strip():
-                raise Fault(f"{place} has an empty {key}")
+            if not isinstance(row[key], str):
+                raise Fault(f"{place} has a {key} that is not text: {row[key]!r}")
             if re.search("[\ud800-\udfff]", row[key]):
                 raise Fault(f"{place} has half a character in its {key}: a surrogate without its other half")
+        if not row["context"].strip():
+            raise Fault(f"{place} has an empty context")
         if not row["answers"] and not args.version_2_with_negative:
             raise Fault(f"{place} has no answer: add --version_2_with_negative if this is SQuAD v2.0")
         for text, start in row["answers"]:
