@@ -619,7 +619,8 @@ def main():
     })
     train_features, eval_features = train_features.to(accelerator.device), eval_features.to(accelerator.device)
 
-    run.record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    # Under ZeRO-3 transformers may have sharded the weights while it loaded them: then numel() is 0.
+    run.record["parameters"] = sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     model, optimizer = prepare(accelerator, strategy, model, optimizer)
     # The schedule is not prepared: accelerate would step it once for every process.

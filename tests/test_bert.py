@@ -257,6 +257,7 @@ def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     for strategy in STRATEGIES:
         result = launch(strategy, SCRIPT, tmp_path / strategy, *few)  # 4 a device, the default
         assert result.losses == pytest.approx(reference.losses, rel=1e-4), strategy
+        assert result.record["parameters"] == reference.record["parameters"] == 22_566_146
         for name in ("exact_match", "f1"):
             assert result.record["metrics"][name] == pytest.approx(reference.record["metrics"][name]), strategy
         assert predictions(result) == predictions(reference), strategy

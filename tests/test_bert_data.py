@@ -498,11 +498,15 @@ def test_the_default_model_and_data_come_from_the_hub_once(tmp_path):
     with hub.serve(root) as address:
         prepared = run([sys.executable, SCRIPT, "--prepare_data_only"], env=env | {"HF_ENDPOINT": address})
     assert prepared.code == 0 and "the model, 132 training questions (" in prepared.out, prepared.err
-    command = ["--max_train_steps", 2]  # besides what README says
-    trained = launch("fsdp", SCRIPT, tmp_path / "run", *command, env=env | {"HF_HUB_OFFLINE": "1"})
-    workload = trained.record["workload"]
+    command = ["--max_train_steps", 2, "--dropout", 0]  # besides what README says
+    fsdp, zero3 = (launch(strategy, SCRIPT, tmp_path / strategy, *command, env=env | {"HF_HUB_OFFLINE": "1"})
+                   for strategy in ("fsdp", "zero3"))  # fmt: skip
+    workload = fsdp.record["workload"]
     assert workload["model"] == "bert-base-uncased" and workload["dataset"] == "rajpurkar/squad"
-    assert workload["questions"] == 132 and workload["sequence_length"] == 384 and trained.record["steps"] == 2
+    assert workload["questions"] == 132 and workload["sequence_length"] == 384 and fsdp.record["steps"] == 2
+    assert zero3.losses == pytest.approx(fsdp.losses, rel=1e-5) and zero3.record["workload"] == workload
+    # transformers shards pretrained weights under ZeRO-3 while it loads them.
+    assert zero3.record["parameters"] == fsdp.record["parameters"] == sum(map(torch.numel, zero3.weights.values()))
 
 
 def test_help_names_every_flag_with_a_sentence():
