@@ -37,8 +37,15 @@ train-bert: setup  ## train a tiny BERT from scratch on the test data's question
 test: dev  ## run the tests
 	$(BIN)/python -m pytest
 
+test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 10 minutes
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_faults.py
+
+sweep: setup  ## time every strategy on this machine, small, without Slurm, and report
+	PATH=$(abspath $(BIN)):$$PATH sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits --num_epochs 10
+
 lint: dev  ## check the style
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck -x sbatch/*.sh
 
 bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, takes minutes
 	$(BIN)/python benchmarks/mnist.py
@@ -46,4 +53,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert test lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-faults lint bench clean

@@ -44,10 +44,12 @@ from accelerate.utils import (
 )
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
-SYNC_STEPS = 50  # every so many optimizer steps, losses leave the device and ranks ask each other whether to stop
+SYNC_STEPS = 50  # every so many optimizer steps, losses leave the device and ranks ask each other whether to stop;
+SYNC_SECONDS = 10  # and about as often as this where steps are slow, as Slurm gives 30 s to stop, or two minutes
 WARMUP_STEPS = 10  # not counted in samples_per_second: allocators, autotuning and communicators are set up in them
 LOG_SECONDS = 10  # without a terminal, a progress line about so often
 ZERO_BUCKET = 10_000_000  # parameters that ZeRO communicates, or ZeRO-3 gathers ahead, at a time: 40 MB in float32
@@ -85,6 +87,8 @@ def parse_args():
     add("--checkpointing_steps", type=int, help="save every so many optimizer steps, besides after every epoch")
     add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest complete checkpoint, if there is one")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
+    add("--collective_timeout", type=int, default=300, help="seconds after which a rank that waits for another gives up"
+        " (default: %(default)s)")
     args = parser.parse_args()
     check_args(parser, args, may_be_zero=("seed", "dropout"))
     return args
@@ -358,6 +362,7 @@ def make_accelerator(args):
     cores = sorted(os.sched_getaffinity(0))
     if not gpus and 1 < node_size <= len(cores):  # cores of its own for each process and its gloo threads: 10 % faster
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: node_size])
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # accelerate lacks the new name
     sys.modules.setdefault("lomo_optim", None)  # accelerate searches the disk for this package at every step: 0.1 ms
     sharded = fsdp or deepspeed
     if not gpus:
@@ -369,9 +374,12 @@ def make_accelerator(args):
         deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles a shared-memory all-reduce, if there is a compiler
     # Gradients in the buckets that are all-reduced, not a copy of them; and no broadcast of constants at every step.
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
+    if sharded or world_size > 1:
+        timeout = datetime.timedelta(seconds=args.collective_timeout)
+        handlers += [InitProcessGroupKwargs(backend="nccl" if gpus else "gloo", timeout=timeout)]
     accelerator = Accelerator(
         cpu=not gpus and not sharded,
-        kwargs_handlers=handlers + [InitProcessGroupKwargs(backend="gloo")] * (sharded and not gpus),
+        kwargs_handlers=handlers,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with="tensorboard" if args.with_tracking else None,
         project_dir="runs",  # replaced in Run.start, when the output directory is known
@@ -409,10 +417,14 @@ def make_accelerator(args):
 
 
 def prepare(accelerator, strategy, model, optimizer):
-    """Wrap model and optimizer for the strategy: `accelerator.prepare`, and two things that it does not know of."""
+    """Wrap model and optimizer for the strategy: `accelerator.prepare`, and what it does not know of."""
     if strategy == "dp":
         model = nn.DataParallel(model.to(accelerator.device))
     model, optimizer = accelerator.prepare(model, optimizer)
+    if strategy.startswith("zero"):  # DeepSpeed's groups of ranks come with torch's timeout: 10 or 30 minutes
+        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
+        for group in distributed_c10d._world.pg_map:
+            set_timeout(accelerator.init_handler.timeout, group)
     if strategy == "fsdp" and accelerator.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gloo cannot average: torch 2.8 lets it sum gradients instead
@@ -507,6 +519,7 @@ class Run:
         say(f"{self.strategy} on {where}: {self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
             f"{self.global_batch_size} samples; results go to {self.folder}")
         self.warm_step = first + min(WARMUP_STEPS, (self.total_steps - first) // 2)
+        self.sync_step = first + 1
         self.seconds["startup"] = seconds_alive()
         self.line_at = time.perf_counter()
         self.bar = tqdm(total=self.total_steps, initial=first, unit="step", leave=False, file=sys.stdout,
@@ -521,18 +534,20 @@ class Run:
     def end_step(self, accelerator, losses, learning_rate):
         """Count an optimizer step with the losses of its micro-batches; returns whether all ranks agree to stop.
 
-        Every SYNC_STEPS steps one small all-reduce brings home the losses since the last one and any rank's wish to
-        stop. In between, nothing waits for the device.
+        Every SYNC_STEPS steps, or SYNC_SECONDS if steps are slow, one small all-reduce brings home the losses since
+        the last one and any rank's wish to stop. In between, nothing waits for the device.
         """
         self.losses += losses
         self.progress.step = step = self.progress.step + 1
         saving = self.args.checkpointing_steps and step % self.args.checkpointing_steps == 0
         ending = step == self.total_steps or step % self.steps_per_epoch == 0
-        if not (saving or ending or step % SYNC_STEPS == 0 or step == self.warm_step):
+        if not (saving or ending or step % SYNC_STEPS == 0 or step in (self.warm_step, self.sync_step)):
             return False
         means = torch.stack(self.losses).view(-1, self.args.gradient_accumulation_steps).mean(1)
-        wish = torch.tensor([float(len(self.stop_signals))], device=means.device)
-        *means, stop = accelerator.reduce(torch.cat([means, wish]), "mean").tolist()
+        rate = len(means) / (time.perf_counter() - self.clock)
+        others = torch.tensor([len(self.stop_signals), rate], device=means.device)
+        *means, stop, rate = accelerator.reduce(torch.cat([means, others]), "mean").tolist()
+        self.sync_step = step + max(1, int(rate * SYNC_SECONDS))  # the same on all ranks, as the mean is
         self.show_steps(accelerator, means, learning_rate, time.perf_counter() - self.clock)
         if saving and not ending and not stop:  # at the end of an epoch, its evaluation comes first
             save_checkpoint(accelerator, self)
@@ -588,7 +603,7 @@ class Run:
         if PartialState().is_main_process:
             write_atomically(self.folder / "run.json", json.dumps(self.record, indent=1) + "\n")
         if stopped:
-            reason = ", ".join(self.stop_signals) or "a signal to another rank"
+            reason = ", ".join(sorted(set(self.stop_signals))) or "a signal to another rank"
             say(f"stopped by {reason} after step {self.progress.step} of {self.total_steps}; saved: add --resume "
                 f"--output_dir {self.folder} to continue")
         else:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import slurm_cluster
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,3 +86,16 @@ def real_data():
     if not REAL_DATA.exists():
         pytest.skip("no real data on this machine")
     return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """A running Slurm cluster of two nodes."""
+    problem = slurm_cluster.install()
+    if problem and os.environ.get("SLURM_TESTS") != "required":
+        pytest.skip(problem)
+    assert not problem, problem
+    cluster = slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster.start()
+    yield cluster
+    cluster.stop()

@@ -7,6 +7,8 @@ SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on 
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
+SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done,
+SPY_PAUSE   and pauses for so many seconds after each
 SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
 """
 
@@ -14,6 +16,7 @@ import importlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import accelerate
@@ -132,6 +135,18 @@ def spy_on_bytes():
     script.prepare = prepare
 
 
+def spy_on_steps():
+    original, file = script.Run.end_step, open(os.environ["SPY_STEPS"], "a", buffering=1)
+
+    def end_step(self, *args):
+        stop = original(self, *args)
+        file.write(f"{time.time():.2f} {self.progress.step}\n")
+        time.sleep(float(os.environ.get("SPY_PAUSE", 0)))
+        return stop
+
+    script.Run.end_step = end_step
+
+
 if __name__ == "__main__":
     if "SPY_FLATTEN" in os.environ:
         spy_on_weights()
@@ -141,6 +156,8 @@ if __name__ == "__main__":
         spy_on_bytes()
     if "SPY_SAVE" in os.environ:
         spy_on_saves()
+    if "SPY_STEPS" in os.environ and RANK == 0:
+        spy_on_steps()
     if "SPY_PLAIN" in os.environ:
         script.Accelerator = lambda **options: accelerate.Accelerator()
     script.main()

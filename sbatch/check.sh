@@ -1,0 +1,15 @@
+#!/bin/bash
+# Is the cluster fit? Hosts, GPUs, versions, and all-reduce latency and bandwidth between the nodes, in a minute:
+#   sbatch sbatch/check.sh
+# Other shapes by sbatch's options, as for 2node.sh.
+#SBATCH --job-name=check
+#SBATCH --nodes=2
+#SBATCH --gres=gpu:1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --time=00:05:00
+#SBATCH --open-mode=append
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
+[ -f sbatch/launch.sh ] || { echo "error: no sbatch/launch.sh in $PWD: submit from the project's root" >&2 && exit 1; }
+RECORD=check.json exec bash sbatch/launch.sh accelerate_configs/ddp.yaml sbatch/check.py "$@"

@@ -1,0 +1,150 @@
+#!/bin/bash
+# What the wrappers run on the first node of a job: it checks what was asked for, launches `accelerate` once on every
+# node, and sees to it that a run that is interrupted continues. Read it from top to bottom.
+#
+#   launch.sh [YAML [flags of accelerate launch]] [SCRIPT.py] [flags of the script]
+set -uo pipefail
+
+{ # so that bash reads it all before it starts: who edits this file must not change the jobs that run
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# ------------------------------------------------------------------------------------------------------ what to run
+
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this runs inside a Slurm job: sbatch sbatch/2node.sh"
+source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
+RECORD=${RECORD:-run.json} # the file in the output directory that says "completed"
+
+config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
+case ${1:-} in *.yaml | *.yml) config=$1 && shift ;; esac
+words=("$@")
+for i in "${!words[@]}"; do
+    if [[ ${words[i]} == *.py ]]; then
+        launcher_flags=("${words[@]:0:i}") script=${words[i]}
+        shift $((i + 1)) # what is left are the script's flags
+        words=()
+        break
+    fi
+done
+case ${words[0]:-} in "" | -*) ;; *) fail "'$1' is neither a YAML, nor a script (.py), nor a flag" ;; esac
+[ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
+[ -f "$script" ] || fail "no script $script in $PWD"
+for flag in "${launcher_flags[@]}"; do
+    case $flag in --num_processes* | --num_machines* | --machine_rank* | --main_process_* | --config_file*)
+        fail "${flag%%=*} comes from what Slurm granted: ask sbatch for it, with --nodes and --gres" ;;
+    esac
+done
+
+# -------------------------------------------------------------------------------------------------- what was granted
+
+nodes=$SLURM_JOB_NUM_NODES
+gpus=${SLURM_GPUS_ON_NODE:-0} # on this node; the check of the nodes below holds the others to it
+per_node=$gpus
+[ "$gpus" -gt 0 ] || per_node=${PROCESSES_PER_NODE:-1}
+[[ $per_node =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES_PER_NODE must be a number from 1 on, got '$per_node'"
+if grep -Eq "^distributed_type: *['\"]?NO" "$config"; then # baseline or DP: one process
+    [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes: use sbatch/1node.sh" \
+        "for it, or accelerate_configs/ddp.yaml on several nodes"
+    per_node=1
+fi
+processes=$((nodes * per_node))
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Each job has a port of its own (array tasks have job ids of their own), below those that the kernel hands out.
+port=$((10000 + SLURM_JOB_ID % 20000))
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
+
+cores=$((SLURM_CPUS_ON_NODE / per_node))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
+
+# The output directory is this job's, so that it finds its own checkpoints when it runs again.
+name=$(basename "$script" .py)-$(basename "${config%.*}")
+output=runs/$name-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+given='' previous=''
+for word in "$@"; do
+    case $word in --output_dir=*) given=1 output=${word#*=} ;; esac
+    [ "$previous" != --output_dir ] || given=1 output=$word
+    previous=$word
+done
+[ -n "$given" ] || set -- "$@" --output_dir "$output"
+
+# ------------------------------------------------------------------------------------------------- the launch line
+
+# One task a node, each a launcher that starts this node's ranks.
+on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$SLURM_CPUS_ON_NODE"
+    --export=ALL)
+# Static rendezvous: which node is which is Slurm's affair, so rank 0 is on the node whose address is known; and nobody
+# joins or leaves, as a lost node means that the whole job is queued again. c10d would give ranks to nodes as they come.
+line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes" --rdzv_backend static
+    --rdzv_conf timeout=300 --main_process_ip "$first" --main_process_port "$port" "${launcher_flags[@]}"
+    "$script" --resume "$@")
+# $SLURM_NODEID has its value on the node only: here it would be 0 for all. The launcher ignores the signals that the
+# ranks are to get (those it would die of, and take them with it); the ranks set handlers of their own.
+# shellcheck disable=SC2016
+task='trap "" USR1 TERM
+accelerate launch --machine_rank "$SLURM_NODEID" "$@"
+code=$?
+[ "$SLURM_NODEID" != 0 ] || touch "$FIRST_NODE_ENDED"
+exit $code'
+
+echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
+    "$script with $config, $nodes node(s) x $per_node process(es), $(date '+%F %T')"
+command -v accelerate >/dev/null || fail "no accelerate on the PATH: make setup, or say in sbatch/site.sh what to activate"
+# shellcheck disable=SC2016
+seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
+    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $(command -v accelerate || echo none)"
+    ! command -v nvidia-smi >/dev/null ||
+        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+') || fail "srun does not reach all nodes; see above"
+sort -n <<<"$seen"
+! grep 'core(s), none' <<<"$seen" >/dev/null || fail "a node finds no accelerate: is the environment on a disk of all nodes?"
+[ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
+    fail "not every node was granted $gpus GPU(s), like $first: ask for the same on each, with --gres=gpu:N"
+python - <<'EOF'
+import platform
+from importlib.metadata import version
+print(f"python {platform.python_version()}, " + ", ".join(
+    f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")))
+EOF
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with its own machine_rank:"
+printf '%q ' accelerate launch --machine_rank 0 "${line[@]}"
+echo
+
+# --------------------------------------------------------------------------------- run, and continue when interrupted
+
+checkpoint() { readlink "$output/checkpoints/last" 2>/dev/null; }
+completed() { grep -q '"status": "completed"' "$output/$RECORD" 2>/dev/null; }
+record() { stat -c %Y.%i "$output/$RECORD" 2>/dev/null; }
+
+before=$(checkpoint) record_before=$(record) warned='' stopped='' left=''
+trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
+trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job, and knows why
+FIRST_NODE_ENDED=$(mktemp -u)
+export FIRST_NODE_ENDED
+# When one node's launcher has failed, the others are ended at once; when it is done, they get 20 s.
+"${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20 bash -c "$task" launch "${line[@]}" &
+srun=$! code=unknown
+while kill -0 "$srun" 2>/dev/null; do
+    [ ! -e "$FIRST_NODE_ENDED" ] || left=${left:-$SECONDS}
+    if [ -n "$warned" ]; then kill -USR1 "$srun"; fi # again and again: a rank that is just starting does not listen yet
+    # srun waits for ever for a node that it cannot reach any more, and a rank may have too much to do to stop in time.
+    [ $((SECONDS - ${left:-$SECONDS})) -lt 30 ] && [ $((SECONDS - ${warned:-$SECONDS})) -lt 90 ] || break
+    sleep 3 &
+    wait -n "$srun" $! # a signal ends this, but not srun
+done
+kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
+rm -f "$FIRST_NODE_ENDED"
+
+echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
+if completed && { [ "$code" = 0 ] || [ "$(record)" != "$record_before" ]; }; then exit 0; fi
+[ -z "$stopped" ] || fail "ended by Slurm; if it does not run again by itself, the same sbatch with" \
+    "--output_dir $output continues where it stopped"
+# Queued again only if it got further, so that what fails anew each time comes to an end.
+[ "$(checkpoint)" != "$before" ] || fail "not completed, and without a new checkpoint, so not queued again; see above"
+echo "not completed, but saved as far as $(checkpoint): queued again"
+scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again: the same sbatch with" \
+    "--output_dir $output continues where it stopped"
+exit
+}

@@ -1,0 +1,130 @@
+#!/bin/bash
+# Measure strategies x node shapes x repeats, and report: run this, do not sbatch it. From the project's root:
+#   sbatch/sweep.sh --dry_run                              list the jobs and the GPU-hours they may take; submit nothing
+#   sbatch/sweep.sh train_bert_squad.py --num_epochs 2     submit them, and a last job that makes the report
+#   sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits        without Slurm, one after the other
+# Options, before the script (default: train_bert_squad.py with its defaults):
+#   --strategies "ddp fsdp"   default "baseline dp ddp fsdp zero2 zero3"; a baseline is one device, DP stays on one node
+#   --shapes "1x2 2x1"        NODESxGPUS, GPUs on each node; default "1x2 2x1 2x2", and 1x2 with --local
+#   --repeats N               of each cell of the matrix; default 5
+#   --minutes N               time limit of each job; default 60
+#   --global_batch_size N     the same for all shapes (strong scaling); else the per-device batch is the same
+#   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
+# Where jobs go and what they ask for comes from sbatch/site.sh.
+set -uo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+[ -f sbatch/launch.sh ] || fail "run this from the project's root, as sbatch/sweep.sh"
+source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
+strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=5 minutes=60 global_batch='' dry_run='' local=''
+folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
+while [ $# -gt 0 ]; do
+    case $1 in
+        --dry_run) dry_run=1 ;;
+        --local) local=1 ;;
+        --help | -h) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
+        --strategies | --shapes | --repeats | --minutes | --global_batch_size | --output_dir)
+            [ $# -gt 1 ] || fail "$1 needs a value"
+            case $1 in
+                --strategies) strategies=$2 ;;
+                --shapes) shapes=$2 ;;
+                --repeats) repeats=$2 ;;
+                --minutes) minutes=$2 ;;
+                --global_batch_size) global_batch=$2 ;;
+                --output_dir) folder=$2 ;;
+            esac
+            shift
+            ;;
+        *) break ;;
+    esac
+    shift
+done
+script=${1:-train_bert_squad.py}
+[ $# = 0 ] || shift # what is left are the script's flags
+[ -f "$script" ] || fail "no script or option $script (--help lists the options)"
+[[ $repeats =~ ^[1-9][0-9]*$ ]] || fail "--repeats must be a number from 1 on, got $repeats"
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "--minutes must be a number from 1 on, got $minutes"
+[ ! -e "$folder/sweep.csv" ] || fail "$folder holds another sweep: choose another --output_dir"
+shapes=${shapes:-$([ -n "$local" ] && echo 1x2 || echo 1x2 2x1 2x2)}
+gres=${SWEEP_GRES:-gpu}
+
+# ------------------------------------------------------------------------------------- the matrix: a line for each run
+
+cells=() gpu_minutes=0
+if [ "$gres" = none ] || { [ -n "$local" ] && ! python -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; }; then
+    [[ " $strategies " != *" dp "* ]] || echo "leaving out dp: it is a matter of several GPUs"
+    strategies=" $strategies " && strategies=${strategies/ dp / }
+fi
+for strategy in $strategies; do
+    [ -f "accelerate_configs/$strategy.yaml" ] || fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
+    for shape in $([ "$strategy" = baseline ] && echo 1x1 || echo "$shapes"); do
+        [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] || fail "a shape is NODESxGPUS, such as 2x1; got $shape"
+        nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
+        [ "$strategy" != dp ] || [ "$nodes" = 1 ] || continue
+        [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
+        [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
+            fail "--global_batch_size $global_batch does not divide by the $((nodes * gpus)) devices of $shape"
+        for repeat in $(seq "$repeats"); do
+            cells+=("$strategy $nodes $gpus $repeat")
+            gpu_minutes=$((gpu_minutes + nodes * gpus * minutes))
+        done
+    done
+done
+[ ${#cells[@]} -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
+if [ -n "$dry_run" ]; then
+    for cell in "${cells[@]}"; do
+        read -r strategy nodes gpus repeat <<<"$cell"
+        echo "$strategy-${nodes}x$gpus-r$repeat: $nodes node(s) x $gpus GPU(s), at most $minutes minutes"
+    done
+    echo "${#cells[@]} runs of $script $*"
+    [ -n "$local" ] ||
+        echo "at most $((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60)) GPU-hours, if every job took its $minutes minutes"
+    exit
+fi
+
+# ----------------------------------------------------------------------------------------------- run them, and report
+
+mkdir -p "$folder" || exit 1
+# The plan, so that the report also shows what is missing.
+echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
+jobs=()
+for cell in "${cells[@]}"; do
+    read -r strategy nodes gpus repeat <<<"$cell"
+    run=$strategy-${nodes}x$gpus-r$repeat
+    flags=("$@" --output_dir "$folder/$run")
+    [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size $((global_batch / nodes / gpus)))
+    if [ -n "$local" ]; then
+        job=''
+        echo "$(date +%T) $run; its output goes to $folder/$run.log"
+        processes=$gpus
+        [ "$strategy" != dp ] || processes=1 # one process, and all the GPUs that it sees
+        # One thread a device, the baseline included: else it would have all cores for itself.
+        OMP_NUM_THREADS=1 accelerate launch --config_file "accelerate_configs/$strategy.yaml" --main_process_port 0 \
+            --num_processes "$processes" "$script" "${flags[@]}" >"$folder/$run.log" 2>&1 ||
+            echo "$run failed: $(grep -h '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
+    else
+        ask=(--gres="$gres:$gpus")
+        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus") # one core a device, the baseline included
+        job=$(PROCESSES_PER_NODE=$gpus sbatch --parsable "${ask[@]}" --nodes="$nodes" --time="$minutes" \
+            --job-name="$run" --output="$folder/$run.log" \
+            sbatch/1node.sh "accelerate_configs/$strategy.yaml" "$script" "${flags[@]}") &&
+            jobs+=("${job%%;*}") || job=refused
+        echo "$run: job $job"
+    fi
+    echo "$run,$strategy,$nodes,$gpus,$repeat,$job" >>"$folder/sweep.csv"
+done
+report=(python report.py "$folder" --output_dir "$folder")
+if [ -n "$local" ]; then
+    "${report[@]}"
+else
+    [ ${#jobs[@]} -gt 0 ] || fail "Slurm took none of the jobs; see above"
+    # afterany: also after jobs that failed. Their cells are shown as missing.
+    sbatch --parsable --dependency="afterany:$(IFS=: && echo "${jobs[*]}")" --job-name=report --nodes=1 --time=10 \
+        --output="$folder/report.log" --wrap "source sbatch/site.sh; $(printf '%q ' "${report[@]}")" >/dev/null ||
+        fail "no job for the report; when all are done: ${report[*]}"
+    echo "${#jobs[@]} jobs, then the report: $folder/report.md; squeue --me shows how far they are"
+fi

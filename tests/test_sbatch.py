@@ -1,0 +1,202 @@
+"""sbatch/ on a real Slurm cluster of two nodes: every test submits jobs, and asserts on what happened on the nodes."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, launch
+from test_bert import TINY
+
+BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
+PYTHON = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+DIGITS = ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "2", "--per_device_train_batch_size", "64"]
+
+
+def submit(cluster, folder, *words, env=None, cwd=ROOT):
+    """The job's id; its log is `folder`/JOB.log."""
+    return cluster.submit(f"--output={folder}/%j.log", *words, cwd=cwd, env=PYTHON | (env or {}))
+
+
+def finish(cluster, folder, job, state="COMPLETED"):
+    """Wait until the job is over, and return its log."""
+    ended = cluster.wait(job)
+    log = (folder / f"{job}.log").read_text()
+    assert ended == state, log
+    return log
+
+
+def ranks(folder):
+    """What tests/probe.py left, by rank."""
+    return [json.loads((folder / f"rank_{i}.json").read_text()) for i in range(len(list(folder.glob("rank_*"))))]
+
+
+def test_strategies_on_two_nodes_train_as_on_one_machine(cluster, tmp_path):
+    """All at once, so that they share the nodes. The first line is the one of README, without a YAML or a script."""
+    words = {"ddp": BERT} | {name: [f"accelerate_configs/{name}.yaml", *DIGITS] for name in ("fsdp", "zero3")}
+    jobs = {name: submit(cluster, tmp_path, "sbatch/2node.sh", *map(str, more), "--output_dir", tmp_path / name)
+            for name, more in words.items()}
+    logs = {name: finish(cluster, tmp_path, job) for name, job in jobs.items()}
+    records = {name: json.loads((tmp_path / name / "run.json").read_text()) for name in jobs}
+    for name, record in records.items():
+        assert (record["status"], record["strategy"], record["nodes"]) == ("completed", name, 2)
+        assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [(0, "n1"), (1, "n2")]
+        assert record["slurm_job_id"] == jobs[name]
+        for line in ("n1: 1 GPU(s), 4 core(s)", "n2: 1 GPU(s)", "torch 2.", "--num_processes 2", "end: "):
+            assert line in logs[name]
+    assert records["ddp"]["script"] == "train_bert_squad.py"
+    assert len({re.search(r"--main_process_port (\d+)", log)[1] for log in logs.values()}) == 3
+
+    alone = {"ddp": launch("ddp", "train_bert_squad.py", tmp_path / "bert", *BERT)}
+    alone["fsdp"] = alone["zero3"] = launch("ddp", DIGITS[0], tmp_path / "digits", *DIGITS[1:])
+    for name, record in records.items():
+        assert [loss for _, loss in record["loss_history"]] == pytest.approx(alone[name].losses, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project's cluster files under a name with a space, with a site file of its own."""
+    folder = tmp_path_factory.mktemp("a project")
+    for name in ("sbatch", "accelerate_configs"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "tests" / "probe.py", folder)
+    with open(folder / "sbatch" / "site.sh", "a") as site:
+        site.write("export FROM_THE_SITE_FILE='read it'\n")
+    return folder
+
+
+def test_what_ranks_find_on_the_nodes(cluster, project, tmp_path):
+    """GPUs from Slurm, a total over the nodes, arguments as they were typed, ports that neighbours do not share."""
+    odd = ["it's", 'a "b"  c', "$HOME", "*", ""]
+    gpus = submit(cluster, tmp_path, "--gres=gpu:a100:2", "sbatch/2node.sh", "accelerate_configs/fsdp.yaml",
+                  "--mixed_precision", "bf16", "probe.py", *odd, "--output_dir", tmp_path / "gp us", cwd=project)
+    cpus = submit(cluster, tmp_path, "--gres=none", "sbatch/2node.sh", "probe.py", "--output_dir", tmp_path / "cpus",
+                  cwd=project, env={"PROCESSES_PER_NODE": "2"})
+    array = submit(cluster, tmp_path, "--array=0-1", "sbatch/1node.sh", "probe.py", cwd=project)
+    finish(cluster, tmp_path, gpus)
+    finish(cluster, tmp_path, cpus)
+    cluster.wait_until(lambda: len(list(project.glob(f"runs/probe-ddp-{array}_*/run.json"))) == 2, 60)
+
+    seen = ranks(tmp_path / "gp us")
+    assert [(rank["RANK"], rank["host"]) for rank in seen] == [("0", "n1"), ("1", "n1"), ("2", "n2"), ("3", "n2")]
+    for rank in seen:
+        assert rank["argv"] == ["--resume", *odd, "--output_dir", str(tmp_path / "gp us")]
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["OMP_NUM_THREADS"]) == ("4", "2", "2")
+        assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 2 and rank["MASTER_ADDR"] == "n1"
+        assert rank["FROM_THE_SITE_FILE"] == "read it" and rank["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert [rank["host"] for rank in ranks(tmp_path / "cpus")] == ["n1", "n1", "n2", "n2"]
+    tasks = [ranks(project / "runs" / f"probe-ddp-{array}_{task}") for task in (0, 1)]
+    assert [len(task) for task in tasks] == [2, 2]
+    ports = {rank["MASTER_PORT"] for rank in (seen[0], ranks(tmp_path / "cpus")[0], tasks[0][0], tasks[1][0])}
+    assert len(ports) == 4, "of jobs that may share a node"
+
+
+@pytest.mark.parametrize("words, env, message", [
+    (["sbatch/2node.sh", "accelerate_configs/dp.yaml", "probe.py"], {}, "dp.yaml is one process on one node"),
+    (["sbatch/2node.sh", "accelerate_configs/baseline.yaml", "probe.py"], {}, "baseline.yaml is one process on one"),
+    (["sbatch/2node.sh", "accelerate_configs/ddq.yaml"], {}, "no YAML accelerate_configs/ddq.yaml; there are: "),
+    (["sbatch/1node.sh", "train.py", "--num_epochs", "2"], {}, "no script train.py in "),
+    (["sbatch/1node.sh", "ddp"], {}, "'ddp' is neither a YAML, nor a script (.py), nor a flag"),
+    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num_processes", "8", "probe.py"], {},
+     "--num_processes comes from what Slurm granted"),
+    (["--gres=none", "sbatch/1node.sh", "probe.py"], {"PROCESSES_PER_NODE": "two"}, "must be a number from 1 on, got"),
+    (["--gres=none", "--gpus=3", "sbatch/2node.sh", "probe.py"], {}, "ask for the same on each, with --gres=gpu:N"),
+    (["sbatch/1node.sh", "probe.py"], {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, "no accelerate on the PATH"),
+])
+def test_what_cannot_run_ends_with_one_line(cluster, project, tmp_path, words, env, message):
+    log = finish(cluster, tmp_path, submit(cluster, tmp_path, *words, cwd=project, env=env), "FAILED")
+    assert message in next(line for line in log.splitlines() if "error: " in line), log
+    assert log.count("error: ") == 1, log
+    assert not re.search("main_process_port|Traceback", log), "something was started"
+
+
+def test_wrappers_say_where_to_start_them(cluster, tmp_path):
+    done = subprocess.run(["bash", "sbatch/2node.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "error: this runs inside a Slurm job: sbatch sbatch/2node.sh\n"
+    job = submit(cluster, tmp_path, ROOT / "sbatch" / "2node.sh", cwd=tmp_path)
+    assert "error: no sbatch/launch.sh in " in finish(cluster, tmp_path, job, "FAILED")
+
+
+def test_a_run_that_fails_is_not_queued_again(cluster, tmp_path):
+    words = ["sbatch/2node.sh", DIGITS[0], "--num_epochs", "-1", "--output_dir", tmp_path / "run"]
+    job = submit(cluster, tmp_path, *words)
+    log = finish(cluster, tmp_path, job, "FAILED")
+    assert "error: --num_epochs must be greater than 0, got -1" in log and "so not queued again" in log
+    assert log.count("\njob ") + log.startswith("job ") == 1
+
+
+def test_check_measures_the_link(cluster, tmp_path):
+    log = finish(cluster, tmp_path, submit(cluster, tmp_path, "sbatch/check.sh", "--output_dir", tmp_path / "check"))
+    record = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert (record["nodes"], record["processes"], record["backend"]) == (2, 2, "gloo")
+    assert [rank["host"] for rank in record["ranks"]] == ["n1", "n2"] and "rank 1  n2  CPU" in log
+    sizes = [row["bytes"] for row in record["all_reduce"]]
+    assert sizes == sorted(sizes) and sizes[0] == 4 and sizes[-1] == 2**26
+    for row in record["all_reduce"]:  # two ranks: each sends as many bytes as there are
+        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
+    assert 1e-6 < record["latency_seconds"] < 0.1 and 1e7 < record["bandwidth_bytes_per_second"] < 1e12
+
+
+def sweep(cluster, *words):
+    return cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, env=PYTHON, check=False, timeout=200)
+
+
+def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
+    """fsdp's learning rate is refused by the script, 1x9 by Slurm: the rest is measured, and the report says so."""
+    folder = tmp_path / "sweep"
+    out = sweep(cluster, "--strategies", "baseline dp ddp", "--shapes", "2x1 1x9", "--repeats", "1", "--minutes", "5",
+                "--global_batch_size", "36", "--output_dir", folder, *DIGITS[:-2])
+    assert "4 jobs" not in out and "jobs, then the report" in out, out
+    with open(folder / "sweep.csv") as file:
+        plan = {row["run"]: row["job"] for row in csv.DictReader(file)}
+    assert list(plan) == ["baseline-1x1-r1", "dp-1x9-r1", "ddp-2x1-r1", "ddp-1x9-r1"]
+    assert plan["dp-1x9-r1"] == plan["ddp-1x9-r1"] == "refused"
+    cluster.wait_until(lambda: (folder / "report.md").exists(), 90)
+    report = (folder / "report.md").read_text()
+    assert "ddp-1x9-r1: failed or missing, job refused" in report
+    with open(folder / "report.csv") as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"baseline", "ddp"} and rows["ddp"]["nodes"] == "2"
+    times = {name: json.loads((folder / run / "run.json").read_text())["seconds"]["train"]
+             for name, run in (("baseline", "baseline-1x1-r1"), ("ddp", "ddp-2x1-r1"))}
+    assert float(rows["ddp"]["speedup"]) == pytest.approx(times["baseline"] / times["ddp"])
+    assert float(rows["ddp"]["efficiency"]) == pytest.approx(times["baseline"] / times["ddp"] / 2)
+
+
+def test_sweep_dry_run_lists_jobs_and_gpu_hours(cluster, tmp_path):
+    out = sweep(cluster, "--dry_run", "--minutes", "30", "--output_dir", tmp_path / "sweep")
+    assert len(re.findall(r"^\S+-r[1-5]: ", out, re.M)) == 70 and "70 runs of train_bert_squad.py" in out
+    # 5 x (baseline 1 + dp 2 + 4 strategies x (2 + 2 + 4)) GPUs x half an hour
+    assert "at most 87.5 GPU-hours" in out and not (tmp_path / "sweep").exists()
+    assert "ddp-2x2-r5: 2 node(s) x 2 GPU(s), at most 30 minutes" in out and "\ndp-2x" not in out
+
+
+@pytest.mark.parametrize("words, message", [
+    (["train.py"], "no script or option train.py"),
+    (["--strategies", "ddp fspd"], "no strategy fspd"),
+    (["--shapes", "2"], "a shape is NODESxGPUS"),
+    (["--strategies", "dp", "--shapes", "2x1"], "none of the strategies 'dp' runs on the shapes '2x1'"),
+    (["--repeats", "0"], "--repeats must be a number from 1 on, got 0"),
+    (["--local", "--shapes", "2x1"], "--local is one node"),
+    (["--global_batch_size", "9", "--shapes", "1x2"], "--global_batch_size 9 does not divide by the 2 devices of 1x2"),
+    (["--minutes"], "--minutes needs a value"),
+])
+def test_sweep_refuses_with_one_line(words, message):
+    done = subprocess.run(["sbatch/sweep.sh", "--dry_run", *words], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | PYTHON)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_local_sweep_outlives_a_run_that_fails(tmp_path):
+    """Without Slurm. A per-device batch of 1000 is too large for two devices, not for one."""
+    words = ["--local", "--repeats", "1", "--strategies", "baseline ddp", "--output_dir", tmp_path / "s", *DIGITS[:3]]
+    done = subprocess.run(["sbatch/sweep.sh", *words, "--num_epochs", "1", "--per_device_train_batch_size", "1000"],
+                          cwd=ROOT, capture_output=True, text=True, env=os.environ | PYTHON)
+    assert done.returncode == 0, done.stderr
+    assert "ddp-1x2-r1 failed: error: the global batch of 2000" in done.stdout
+    report = (tmp_path / "s" / "report.md").read_text()
+    assert "ddp-1x2-r1: failed or missing: see ddp-1x2-r1.log" in report and "baseline" in report
