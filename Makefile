@@ -5,6 +5,7 @@ PYTHON ?= python3
 PINNED := $(shell cat .venv/installed 2>/dev/null)
 CONSTRAINTS ?= $(or $(PINNED),$(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')"))
 BIN := .venv/bin
+REPEATS = 2
 # All visible GPUs, or else two CPU processes.
 PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
@@ -41,7 +42,7 @@ test-faults: dev  ## break runs on a two-node Slurm in every way, and print what
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_faults.py
 
 sweep: setup  ## time every strategy on this machine, small, without Slurm, and report
-	PATH=$(abspath $(BIN)):$$PATH sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits --num_epochs 10
+	PATH=$(abspath $(BIN)):$$PATH sbatch/sweep.sh --local --repeats $(REPEATS) train_mnist_rnn.py --dataset digits --num_epochs 10
 
 lint: dev  ## check the style
 	$(BIN)/ruff check .

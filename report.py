@@ -1,181 +1,520 @@
-"""Turn a folder of run records into a report: time, speedup and efficiency of each strategy on each node shape.
+"""Turn run records into a lab report: time, speedup and efficiency of each strategy on each node shape, and why.
 
     python report.py runs/                              # every run.json below runs/
-    python report.py runs/sweep-20261120-101500 --output_dir report
+    python report.py --times times.csv                  # measured by hand: strategy,nodes,gpus_per_node,seconds
+    python report.py runs/ --predict 64 --check runs/check/check.json                 # more devices, by formula
 
-prints the tables and writes report.md and report.csv into the output directory. It reads nothing but the records that
-the training scripts leave, and the plan of a sweep (sweep.csv), which says what is missing.
+prints the tables, and writes report.md, report.csv and plots (PNG) into the output directory. It reads nothing but the
+records that the training scripts leave, their traces (--profile), the plan of a sweep (sweep.csv) and the link that
+sbatch/check.sh measured. The formulas are the first thing in this file.
 """
 
 import argparse
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
+import matplotlib
 import pandas as pd
 
-# What has to be the same for two runs to be comparable: another device, or another model, is another experiment.
-SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps",
-             "precision", "dynamo", "device_name"]
-CELL = ["strategy", "nodes", "gpus_per_node", "per_device_batch_size", "gradient_accumulation_steps"]
+matplotlib.use("Agg")  # files only, no screen
+from matplotlib import pyplot  # noqa: E402  after the choice above
+
+# ---------------------------------------------------------------------------------------------------------- formulas
 
 
 def speedup(baseline_seconds, seconds):
-    """S(p) = T(baseline) / T(p), both the median seconds of training of the same work."""
+    """S(p) = T(baseline) / T(p), of the same work; T is the median of the seconds of training."""
     return baseline_seconds / seconds
 
 
 def efficiency(speedup, devices):
-    """S(p) / p: the share of the devices' time that was not lost to communication, waiting and the rest."""
+    """S(p) / p: the share of the devices' time that communication, waiting and the rest have left."""
     return speedup / devices
+
+
+def bytes_sent(strategy, parameters, devices, reduce_scatter=1):
+    """Bytes that each rank sends in a step, in fp32 and without accumulation; None for what no formula is known of.
+
+    With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
+    is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
+    of https://arxiv.org/abs/1910.02054. gloo has no reduce-scatter and does an all-reduce instead: reduce_scatter=2.
+    """
+    gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp": 2, "zero3": 2}
+    if strategy == "baseline":
+        return 0
+    if strategy not in gathers:
+        return None
+    scatters = 1 if strategy == "ddp" else reduce_scatter  # DDP asks for an all-reduce, whatever the library
+    return (gathers[strategy] + scatters) * (devices - 1) / devices * 4 * parameters
+
+
+def bytes_held(strategy, parameters, devices):
+    """Bytes of parameters, gradients and Adam's two moments on each rank, in fp32; activations come on top.
+
+    16 bytes a parameter in all (4 + 4 + 8), sharded over n ranks or not: section 5 of https://arxiv.org/abs/1910.02054.
+    DeepSpeed holds one more copy of its part of the parameters, which its optimizer works on, in fp32 too.
+    """
+    sharded = {"baseline": 0, "dp": 0, "ddp": 0, "zero2": 16, "fsdp": 16, "zero3": 20}
+    whole = {"baseline": 16, "dp": 16, "ddp": 16, "zero2": 4, "fsdp": 0, "zero3": 0}
+    if strategy not in whole:
+        return None
+    return (whole[strategy] + sharded[strategy] / devices) * parameters
+
+
+# Peak FLOP/s without sparsity, by precision, from NVIDIA's data sheets; "no" is TF32, which the scripts turn on.
+# https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+# https://www.nvidia.com/en-us/data-center/h100/ and https://www.nvidia.com/en-us/data-center/h200/
+PEAK = {"A100": {"bf16": 312e12, "fp16": 312e12, "no": 156e12},
+        "H100": {"bf16": 989e12, "fp16": 989e12, "no": 494e12},
+        "H200": {"bf16": 989e12, "fp16": 989e12, "no": 494e12}}
+
+
+def flops_utilization(row):
+    """MFU: 6 FLOPs a parameter and token (https://arxiv.org/abs/2001.08361, section 2.1), of the devices' peak."""
+    peaks = [peak[row["precision"]] for name, peak in PEAK.items()
+             if name in row["device_name"] and row["precision"] in peak]
+    if not peaks or not row["tokens_per_second"]:
+        return None
+    return 6 * row["parameters"] * row["tokens_per_second"] / (peaks[0] * row["devices"])
+
+
+def step_seconds(alone, sent, bandwidth, latency):
+    """Seconds of a step from those of one device, the bytes that a rank sends, and the link: (all overlapped, none).
+
+    Left out: how much really overlaps, that each bucket and layer pays the latency anew, that nodes share switches, and
+    that the slowest rank sets the pace.
+    """
+    link = latency + sent / bandwidth if sent else 0
+    return max(alone, link), alone + link
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
 
+# What has to be the same for two runs to be compared: other data or another device is another experiment.
+SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps", "precision",
+             "dynamo", "device_name"]
+CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
+        "global_batch_size"]
+FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb"]
+NAMES = SAME_WORK + CELL + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks"]
+
+
+def parse_seconds(text):
+    """Seconds from "186.6", "3m6.619s" or "1h2m3s". Raises ValueError."""
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+(?:\.\d*)?)s?", str(text).strip())
+    parts = match.groups() if match else (0, 0, 0)
+    seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=True))
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time such as 186.6 or 3m6.619s")
+    return seconds
+
+
+def as_time_prints(seconds):
+    """118.544 as 1m58.544s."""
+    return f"{int(seconds // 60)}m{seconds % 60:.3f}s"
+
 
 def read_record(path, folder):
-    """One run.json as a flat row. Raises ValueError, KeyError or TypeError where it is no such record."""
+    """One run.json as a row with NAMES. Raises ValueError, KeyError, TypeError or the like where it is none."""
     record = json.loads(path.read_text())
-    if record["status"] not in ("completed", "preempted"):
-        raise ValueError(f"status is {record['status']!r}")
     workload = record["workload"]
-    row = {name: workload[name] for name in SAME_WORK if name in workload}
-    row |= {name: record[name] for name in ("script", "device_name", "strategy", "nodes", "devices",
-                                            "global_batch_size", "samples_per_second")}
-    row |= {name: workload[name] for name in ("per_device_batch_size", "gradient_accumulation_steps")}
-    return row | {
+    row = {name: workload.get(name, record.get(name)) for name in NAMES}
+    problem = {"completed": "", "preempted": "stopped before its end"}[record["status"]]
+    if not problem and record["resumed_from"]:
+        problem = "resumed: not a timing"
+    if not problem and record.get("profiled"):
+        problem = "profiled: not a timing"
+    row |= {
         "run": str(path.parent.relative_to(folder)),
+        "problem": problem,
         "gpus_per_node": record["devices"] // record["nodes"],
-        "seconds": record["seconds"]["train"] * 1.0,
-        "total_seconds": record["seconds"]["total"] * 1.0,
-        "peak_memory_mb": max(rank["peak_memory_mb"] for rank in record["ranks"]),
-        # Only whole runs are timings: one that was stopped or resumed has measured a part, and started twice.
-        "problem": "stopped before its end" if record["status"] == "preempted" else
-                   "resumed, so not a timing" if record["resumed_from"] else "",
+        "seconds": float(record["seconds"]["train"]),
+        "total_seconds": float(record["seconds"]["total"]),
+        "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in record["ranks"]),
     }
+    return row | {"tokens_per_second": row["tokens_per_second"] or None}
 
 
 def read_runs(folder):
-    """All runs below a folder, a row each; those that are planned (sweep.csv) but not there have only a problem.
-
-    Returns the table and a sentence for every file that is no record; raises FileNotFoundError if there is nothing.
+    """All runs below a folder, as rows, and a sentence for each file that is no record. What is planned (sweep.csv) but
+    not there is a row with a problem. Raises FileNotFoundError if there is nothing at all.
     """
     rows, notes, found = [], [], set()
     for path in sorted(folder.rglob("run.json")):
         try:
             rows.append(read_record(path, folder))
             found.add(path.parent)
-        except (ValueError, KeyError, TypeError, OSError) as reason:
-            notes.append(f"skipped {path}: not a run record ({type(reason).__name__}: {reason})")
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as reason:
+            notes.append(f"skipped {path}: no run record ({type(reason).__name__}: {reason})")
     for plan in sorted(folder.rglob("sweep.csv")):
         for planned in pd.read_csv(plan, dtype={"job": str}).to_dict("records"):
-            if plan.parent / planned["run"] not in found:
+            path = plan.parent / planned["run"]
+            if path not in found:
                 job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
-                run = str((plan.parent / planned["run"]).relative_to(folder))
-                rows.append({name: planned[name] for name in ("strategy", "nodes", "gpus_per_node")}
-                            | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
+                run = str(path.relative_to(folder))
+                shape = {name: planned[name] for name in ("strategy", "nodes", "gpus_per_node")}
+                rows.append(shape | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
     if not rows and not notes:
-        raise FileNotFoundError(f"no run.json below {folder}: a run of one of the scripts leaves one")
-    return pd.DataFrame(rows), notes
+        raise FileNotFoundError(f"no run.json below {folder}: the training scripts leave one in their output directory")
+    return rows, notes
+
+
+def read_times(path):
+    """Rows from times that were measured by hand. Raises ValueError with file and line."""
+    table = pd.read_csv(path, dtype=str, skipinitialspace=True)
+    missing = {"strategy", "nodes", "gpus_per_node", "seconds"} - set(table.columns)
+    if missing:
+        raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the first line has to name strategy,nodes,"
+                         "gpus_per_node,seconds")
+    rows = []
+    for line, values in enumerate(table.to_dict("records"), 2):
+        try:
+            nodes, gpus = int(values["nodes"]), int(values["gpus_per_node"])
+            rows.append({"strategy": values["strategy"].strip(), "nodes": nodes, "gpus_per_node": gpus,
+                         "devices": nodes * gpus, "seconds": parse_seconds(values["seconds"]), "problem": "",
+                         "script": f"measured by hand, {Path(path).name}", "run": f"line {line}"})
+        except (ValueError, AttributeError) as reason:
+            raise ValueError(f"{path}, line {line}: {reason}") from None
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
 def make_cells(runs):
-    """A row for each strategy, shape and batch policy: medians over its repeats, speedup and efficiency."""
-    whole = runs[runs["problem"] == ""] if "seconds" in runs else runs[:0]
-    keys = [name for name in SAME_WORK + CELL + ["devices", "global_batch_size"] if name in whole]
+    """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and efficiency."""
     rows = []
-    for values, repeats in whole.groupby(keys, dropna=False, sort=False):
+    for values, repeats in runs[runs["problem"] == ""].groupby(SAME_WORK + CELL, dropna=False, sort=False):
         median = repeats["seconds"].median()
-        rows.append(dict(zip(keys, values, strict=True)) | {
-            "repeats": len(repeats),
-            "seconds": median,
-            "fastest": repeats["seconds"].min(),
-            "slowest": repeats["seconds"].max(),
-            "total_seconds": repeats["total_seconds"].median(),
-            "samples_per_second": repeats["samples_per_second"].median(),
-            "peak_memory_mb": repeats["peak_memory_mb"].max(),
-            "median_run": repeats.loc[(repeats["seconds"] - median).abs().idxmin(), "run"],
-        })
-    cells = pd.DataFrame(rows)
-    if len(cells):
-        compared = [compare(cell, cells) for cell in rows]
-        cells[["fixed", "speedup", "efficiency"]] = compared
+        middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # the median run, or one beside it
+        row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
+        rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(), "run": middle["run"],
+                           "slowest": repeats["seconds"].max(), "parameters": middle["parameters"],
+                           "ranks": middle["ranks"], "loss_history": middle["loss_history"]})
+    cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + FIGURES + [
+        "repeats", "fastest", "slowest", "run", "parameters", "ranks", "loss_history"])
+    for name in ("fixed", "speedup", "efficiency"):
+        cells[name] = pd.Series(dtype=object if name == "fixed" else float)
+    for i, cell in cells.iterrows():
+        fixed, baseline = find_baseline(cell, cells)
+        if fixed:
+            gain = speedup(baseline["seconds"], cell["seconds"])
+            cells.loc[i, ["fixed", "speedup", "efficiency"]] = fixed, gain, efficiency(gain, cell["devices"])
+    cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
+                    for _, cell in cells.iterrows()]
     return cells
 
 
-def compare(cell, cells):
-    """What is fixed between a cell and its 1-device baseline, the batch of a device or the global one; speedup,
-    efficiency. All None where the same work has no such baseline.
+def same(cell, cells, names):
+    """The cells that have the same values in these columns; what is not known equals what is not known."""
+    for name in names:
+        cells = cells[cells[name].isna()] if pd.isna(cell[name]) else cells[cells[name] == cell[name]]
+    return cells
+
+
+def find_baseline(cell, cells):
+    """What is fixed between a cell and its 1-device baseline, and that baseline; (None, None) if there is none.
+
+    With a fixed number of steps instead of epochs, more devices do more work unless the global batch is fixed.
     """
-    base = cells[(cells["strategy"] == "baseline") & (cells["devices"] == 1)]
-    for name in SAME_WORK:
-        if name in cell:
-            base = base[(base[name] == cell[name]) | (base[name].isna() & pd.isna(cell[name]))]
-    per_device = base[(base["per_device_batch_size"] == cell["per_device_batch_size"])
-                      & (base["gradient_accumulation_steps"] == cell["gradient_accumulation_steps"])]
-    same_global = base[base["global_batch_size"] == cell["global_batch_size"]]
-    # With a fixed number of steps, more devices have trained on more samples: no speedup unless the global batch is.
-    for fixed, found in (("global batch", same_global), ("batch per device", per_device)):
-        if len(found) and (fixed == "global batch" or pd.isna(cell.get("steps"))):
-            if cell["strategy"] == "baseline":
-                fixed = "baseline"
-            gain = speedup(found["seconds"].iloc[0], cell["seconds"])
-            return fixed, gain, efficiency(gain, cell["devices"])
-    return None, None, None
+    base = same(cell, cells[(cells["strategy"] == "baseline") & (cells["devices"] == 1)], SAME_WORK)
+    per_device = same(cell, base, ["per_device_batch_size", "gradient_accumulation_steps"])
+    for fixed, found in (("global batch", same(cell, base, ["global_batch_size"])), ("batch per device", per_device)):
+        if len(found) and (fixed == "global batch" or pd.isna(cell["steps"])):
+            if pd.isna(cell["global_batch_size"]):
+                fixed = "not known"
+            return "itself" if found.index[0] == cell.name else fixed, found.iloc[0]
+    return None, None
 
 
-# --------------------------------------------------------------------------------------------------------------- output
+# ------------------------------------------------------------------------------------------------- where time goes
 
 
-def describe(cells, runs, notes):
-    """The report as Markdown."""
-    lines = ["# Report", ""]
-    for values, group in cells.groupby([name for name in SAME_WORK if name in cells], dropna=False, sort=False):
-        names = [name for name in SAME_WORK if name in cells]
-        work = ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                         for name, value in zip(names, values, strict=True) if not pd.isna(value))
-        table = pd.DataFrame({
-            "strategy": group["strategy"],
-            "nodes x devices": group["nodes"].astype(str) + " x " + group["gpus_per_node"].astype(str),
-            "global batch": group["global_batch_size"],
-            "runs": group["repeats"],
-            "seconds (median)": group["seconds"].map("{:.2f}".format),
-            "fastest-slowest": [f"{a:.2f}-{b:.2f}" for a, b in zip(group["fastest"], group["slowest"], strict=True)],
-            "total": group["total_seconds"].map("{:.1f}".format),
-            "samples/s": group["samples_per_second"].map("{:,.1f}".format, na_action="ignore"),
-            "peak MB": group["peak_memory_mb"].map("{:,.0f}".format),
-            "fixed": group["fixed"],
-            "speedup": group["speedup"].map("{:.2f}".format, na_action="ignore"),
-            "efficiency": group["efficiency"].map("{:.0%}".format, na_action="ignore"),
-        })
-        lines += [f"## {work}", "", table.fillna("").to_markdown(index=False), ""]
-        if not (group["strategy"] == "baseline").any():
-            lines += ["No baseline of this work, so no speedup: run accelerate_configs/baseline.yaml with the same "
-                      "flags.", ""]
-    troubled = runs[runs["problem"] != ""]
-    lines += [f"- {run.run}: {run.problem}" for run in troubled.itertuples()] + [f"- {note}" for note in notes]
-    return "\n".join(lines) + "\n"
+def covered(spans):
+    """Disjoint spans, in order, that cover the same as these (start, end)."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def length(spans):
+    return sum(end - start for start, end in covered(spans))
+
+
+def time_shares(trace):
+    """Shares of the traced steps of one rank (traces/profile_RANK.json): communication that computation hides,
+    communication in the open, loading data, and the rest. Raises ValueError or KeyError for what is no such trace.
+    """
+    spans = {"step": [], "communication": [], "data": [], "kernel": [], "operator": []}
+    for event in json.loads(Path(trace).read_text())["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        name, kind = event["name"], event.get("cat")
+        key = ("step" if name.startswith("ProfilerStep") and kind == "user_annotation" else
+               "communication" if name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower() else
+               "data" if name == "load data" and kind == "user_annotation" else
+               "kernel" if kind == "kernel" else
+               "operator" if kind == "cpu_op" and name.startswith("aten::") else None)
+        if key:
+            spans[key].append((event["ts"], event["ts"] + event["dur"]))
+    if not spans["step"]:
+        raise ValueError("no traced steps")
+    start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
+    clipped = {key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
+               for key, value in spans.items()}
+    compute = clipped["kernel"] or clipped["operator"]  # on a GPU, an operator only launches
+    both, communication = length(clipped["communication"] + compute), length(clipped["communication"])
+    hidden = communication + length(compute) - both
+    data = length(clipped["communication"] + clipped["data"]) - communication
+    parts = {"communication, hidden": hidden, "communication, in the open": communication - hidden,
+             "loading data": data}
+    parts["compute and the rest"] = end - start - sum(parts.values())
+    return {name: part / (end - start) for name, part in parts.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each device has as much to do
+in a step as the baseline, so the global batch grows with the devices, an epoch has fewer steps, and the run trains
+otherwise (weak scaling). *Global batch*: the same steps, losses and weights as the baseline, each device with its part
+of the batch (strong scaling). The baseline is one device; speedup = its time / time, efficiency = speedup / devices.
+Times are the medians of `seconds.train` over the repeats."""
+
+
+def table(columns):
+    """Markdown of a table; what is not known is blank."""
+    frame = pd.DataFrame(columns).astype(object)
+    return frame.where(frame.notna(), "").to_markdown(index=False, disable_numparse=True)
+
+
+def show(values, form):
+    return [None if value is None or pd.isna(value) else form.format(value) for value in values]
+
+
+def shape(cell):
+    return f"{cell['nodes']:.0f} x {cell['gpus_per_node']:.0f}"
+
+
+def name_work(cell):
+    """A workload in words."""
+    values = {name: cell[name] for name in SAME_WORK if not pd.isna(cell[name]) and cell[name] not in ("no", "")}
+    return ", ".join(str(value) if name in ("script", "model", "device_name") else
+                     f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in values.items())
+
+
+def describe_work(group, folder, link, predict):
+    """The sections of one workload, as Markdown."""
+    shapes = [shape(cell) for _, cell in group.iterrows()]
+    spread = [f"{low:.2f}-{high:.2f}" for low, high in zip(group["fastest"], group["slowest"], strict=True)]
+    yield table({
+        "strategy": group["strategy"], "nodes x devices": shapes,
+        "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
+        "seconds": show(group["seconds"], "{:.2f}"), "fastest-slowest": spread,
+        "total": show(group["total_seconds"], "{:.1f}"), "samples/s": show(group["samples_per_second"], "{:,.1f}"),
+        "peak MB": show(group["peak_memory_mb"], "{:,.0f}"), "MFU": show(group["mfu"], "{:.0%}"),
+        "fixed": group["fixed"], "speedup": show(group["speedup"], "{:.2f}"),
+        "efficiency": show(group["efficiency"], "{:.0%}")})
+    if not ((group["strategy"] == "baseline") & (group["devices"] == 1)).any():
+        yield "No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work."
+    elif group["speedup"].isna().any():
+        yield ("Blank speedups: the baseline has neither the same batch per device nor the same global batch; with "
+               "--max_train_steps it needs the same global batch.")
+    known = group[group["parameters"].notna()]
+    if len(known):
+        fp32 = (known["precision"] == "no") & (known["gradient_accumulation_steps"] == 1)
+        pairs = [(cell["strategy"], cell["parameters"], cell["devices"]) for _, cell in known.iterrows()]
+        yield "What the formulas say of a rank (fp32, without accumulation; activations and libraries come on top):"
+        yield table({
+            "strategy": known["strategy"], "devices": known["devices"],
+            "parameters": show(known["parameters"], "{:,.0f}"),
+            "MB sent a step": show([bytes_sent(*p) / 1e6 if ok and bytes_sent(*p) is not None else None
+                                    for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
+            "MB of parameters, gradients, Adam": show([bytes_held(*p) / 1e6 if ok and bytes_held(*p) else None
+                                                       for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
+            "peak MB measured": show(known["peak_memory_mb"], "{:,.0f}")})
+        yield "The ranks of the median runs, as `time` prints them; the log is beside the run's folder or Slurm's:"
+        ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
+        yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
+                     | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
+                     | {"peak MB": f"{rank['peak_memory_mb']:,.0f}"} for run, rank in ranks])
+    if predict:
+        yield from describe_prediction(group, link, predict)
+
+
+def describe_prediction(group, link, predict):
+    """Step time and efficiency at 2, 4, ... devices by formula, beside what was measured."""
+    base = group[(group["strategy"] == "baseline") & (group["devices"] == 1) & group["samples_per_second"].notna()
+                 & (group["precision"] == "no") & (group["gradient_accumulation_steps"] == 1)]
+    if not len(base):
+        yield "No prediction: it needs a baseline in fp32 without accumulation, long enough for a samples_per_second."
+        return
+    base, rows = base.iloc[0], []
+    alone = base["global_batch_size"] / base["samples_per_second"]
+    batch = group[group["per_device_batch_size"] == base["per_device_batch_size"]]
+    for strategy in sorted(set(batch["strategy"]) - {"baseline", "dp"}):
+        for devices in [2**i for i in range(1, int(math.log2(predict)) + 1)]:
+            best, worst = step_seconds(alone, bytes_sent(strategy, base["parameters"], devices), *link)
+            seen = batch[(batch["strategy"] == strategy) & (batch["devices"] == devices)]
+            steps = (seen["global_batch_size"] / seen["samples_per_second"]).dropna()
+            rows.append({"strategy": strategy, "devices": devices,
+                         "step in ms, formula": f"{best * 1000:.2f}-{worst * 1000:.2f}",
+                         "efficiency, formula": f"{alone / worst:.0%}-{alone / best:.0%}",
+                         "step in ms, measured": ", ".join(f"{step * 1000:.2f}" for step in steps),
+                         "efficiency, measured": ", ".join(f"{alone / step:.0%}" for step in steps)})
+    yield (f"By formula, every device behind a link of {link[0] / 1e9:.3g} GB/s and {link[1] * 1e6:.0f} µs, batch per "
+           f"device {base['per_device_batch_size']:.0f}, one device's step {alone * 1000:.2f} ms; from all "
+           "communication hidden behind computation to none. Left out: that each bucket or layer pays the "
+           "latency anew, that nodes share switches, memory copies, and the slowest rank.")
+    yield table(rows)
+
+
+def describe_traces(folder):
+    """The table of time shares of all profiled runs, and a sentence for each trace that cannot be read."""
+    rows, notes = [], []
+    for trace in sorted(folder.rglob("traces/profile_*.json")):
+        try:
+            record = json.loads((trace.parent.parent / "run.json").read_text())
+            rows.append({"run": str(trace.parent.parent.relative_to(folder)), "strategy": record["strategy"],
+                         "rank": trace.stem.split("_")[1]} | {k: f"{v:.0%}" for k, v in time_shares(trace).items()})
+        except (ValueError, LookupError, TypeError, OSError) as reason:
+            notes.append(f"skipped {trace}: no trace of a run ({type(reason).__name__}: {reason})")
+    return rows, notes
+
+
+# ------------------------------------------------------------------------------------------------------------- plots
+
+# Told apart without colour too: by marker and line. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
+STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"), "ddp": ("#0072B2", "s", "--"),
+          "fsdp": ("#D55E00", "^", "-."), "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))),
+          "zero3": ("#CC79A7", "P", (0, (1, 1)))}
+
+
+def plot_work(group, folder, suffix):
+    """The plots of one workload; returns their file names."""
+    panels = [("time", "seconds", "seconds of training (median, bar: fastest to slowest)"),
+              ("speedup", "speedup", "speedup"), ("efficiency", "efficiency", "efficiency"),
+              ("throughput", "samples_per_second", "samples per second"),
+              ("memory", "peak_memory_mb", "peak memory of a rank in MB")]
+    files = []
+    for name, column, label in panels:
+        if group[column].notna().any():
+            figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+            plot_points(axes, group, column)
+            axes.set(xlabel="devices", ylabel=label, ylim=(0, None), xticks=sorted(set(group["devices"])))
+            ideal = {"speedup": lambda p: p, "efficiency": lambda p: 1}.get(name)
+            if ideal:
+                ends = [1, group["devices"].max()]
+                axes.plot(ends, [ideal(p) for p in ends], color="0.6", linewidth=1, label="ideal", zorder=0)
+            axes.legend(fontsize=8)
+            files.append(save(figure, folder / f"{name}{suffix}.png"))
+    curves = group[group["loss_history"].notna()]
+    if len(curves):
+        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+        for _, cell in curves.iterrows():
+            color, _, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
+            axes.plot(*zip(*cell["loss_history"], strict=True), color=color, linestyle=line, linewidth=1,
+                      label=f"{cell['strategy']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}")
+        axes.set(xlabel="optimizer step", ylabel="training loss of a global batch")
+        axes.legend(fontsize=7)
+        files.append(save(figure, folder / f"loss{suffix}.png"))
+    return files
+
+
+def plot_points(axes, group, column):
+    """A point a cell; filled on one node, hollow on several; cells of a strategy at different sizes are joined."""
+    for strategy, cells in group[group[column].notna()].groupby("strategy", sort=False):
+        color, marker, line = STYLES.get(strategy, ("#56B4E9", "x", "-"))
+        for many, points in cells.sort_values("devices").groupby(cells["nodes"] > 1):
+            label = f"{strategy}, several nodes" if many else strategy
+            axes.plot(points["devices"], points[column], color=color, marker=marker, linestyle=line, linewidth=1,
+                      label=label, markerfacecolor="white" if many else color)
+            if column == "seconds":
+                axes.vlines(points["devices"], points["fastest"], points["slowest"], color=color, linewidth=1)
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path.name
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Tables and plots of time, speedup and efficiency from run records.")
+    parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", help="where the runs are: every run.json below it is read")
+    add("--times", type=Path, help="CSV of times measured by hand, as 186.6 or 3m6.6s: strategy,nodes,gpus_per_node,"
+        "seconds")
+    add("--output_dir", type=Path, default=Path("."), help="where report.md, report.csv and the plots go (default: .)")
+    add("--predict", type=int, metavar="N", help="also step times at 2, 4, ... N devices, by formula; needs the link:")
+    add("--check", type=Path, help="the check.json that sbatch/check.sh left, or")
+    add("--bandwidth", type=float, help="of the link, in GB/s, and")
+    add("--latency", type=float, help="in microseconds")
+    args = parser.parse_args()
+    if not args.folder and not args.times:
+        parser.error("a folder of runs is needed, or --times")
+    for path in (args.folder, args.times, args.check):
+        if path and not path.exists():
+            parser.error(f"there is no {path}")
+    if args.predict is not None:
+        if args.predict < 2:
+            parser.error(f"--predict needs at least 2 devices, got {args.predict}")
+        try:
+            link = json.loads(args.check.read_text()) if args.check else {}
+            args.link = (args.bandwidth * 1e9, args.latency / 1e6) if not link else (
+                link["bandwidth_bytes_per_second"] * 1.0, link["latency_seconds"] * 1.0)
+        except (TypeError, ValueError, LookupError):
+            parser.error("--predict needs the link: --check with a check.json of several ranks, or --bandwidth and "
+                         "--latency")
+    return args
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Tables of time, speedup and efficiency from a folder of run records.")
-    parser.add_argument("folder", type=Path, help="where the runs are; all run.json files below it are read")
-    parser.add_argument("--output_dir", type=Path, default=Path("."),
-                        help="where report.md and report.csv go (default: .)")
-    args = parser.parse_args()
+    args = parse_args()
     try:
-        runs, notes = read_runs(args.folder)
-    except FileNotFoundError as problem:
+        rows, notes = read_runs(args.folder) if args.folder else ([], [])
+        rows += read_times(args.times) if args.times else []
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as problem:
         sys.exit(f"error: {problem}")
+    runs = pd.DataFrame(rows, columns=NAMES)
     cells = make_cells(runs)
-    text = describe(cells, runs, notes)
+    sections = ["# Report", KINDS]
+    works = list(cells.groupby(SAME_WORK, dropna=False, sort=False))
+    differ = [name for name in SAME_WORK if len({str(values[SAME_WORK.index(name)]) for values, _ in works}) > 1]
+    if differ:
+        sections.append(f"These are {len(works)} workloads, never compared with each other; they differ in "
+                        f"{', '.join(differ)}.")
+    for number, (_, group) in enumerate(works, 1):
+        link = getattr(args, "link", None)
+        sections += [f"## {name_work(group.iloc[0])}", *describe_work(group, args.folder, link, args.predict)]
+        files = plot_work(group, args.output_dir, f"-{number}" if len(works) > 1 else "")
+        sections += [" ".join(f"![{file}]({file})" for file in files)]
+    shares, unread = describe_traces(args.folder) if args.folder else ([], [])
+    if shares:
+        sections += ["## Where the time of the profiled steps went", table(shares), "The traces open in "
+                     "https://ui.perfetto.dev. Profiled runs are never used as timings."]
+    others = runs[runs["problem"] != ""]
+    if len(others) or notes or unread:
+        sections += ["## Not in the tables", "\n".join(
+            [f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}" for _, run in others.iterrows()]
+            + [f"- {note}" for note in notes + unread])]
+    text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "report.md").write_text(text)
-    cells.to_csv(args.output_dir / "report.csv", index=False)
+    cells.drop(columns=["ranks", "loss_history"]).to_csv(args.output_dir / "report.csv", index=False)
+    print(f"written: {args.output_dir}/report.md, report.csv and the plots")
 
 
 if __name__ == "__main__":

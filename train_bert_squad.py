@@ -13,6 +13,7 @@ training loop is `train_epoch`.
 
 import argparse
 import collections
+import contextlib
 import datetime
 import hashlib
 import inspect
@@ -47,6 +48,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     broadcast_object_list,
     gather_object,
     set_seed,
@@ -60,6 +62,7 @@ from tqdm import tqdm
 
 SYNC_STEPS = 50  # every so many optimizer steps, losses leave the device and ranks ask each other whether to stop;
 SYNC_SECONDS = 10  # and about as often as this where steps are slow, as Slurm gives 30 s to stop, or two minutes
+PROFILE_STEPS = 5  # that --profile traces, after the warm-up
 WARMUP_STEPS = 10  # not counted in samples_per_second: allocators, autotuning and communicators are set up in them
 LOG_SECONDS = 10  # without a terminal, a progress line about so often
 ZERO_BUCKET = 10_000_000  # parameters that ZeRO communicates, or ZeRO-3 gathers ahead, at a time: 40 MB in float32
@@ -107,6 +110,8 @@ def parse_args():
     add("--checkpointing_steps", type=int, help="save every so many optimizer steps, besides after every epoch")
     add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest complete checkpoint, if there is one")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
+    add("--profile", action="store_true", help="trace a few steps into OUTPUT_DIR/traces, for Perfetto and report.py;"
+        " the run is not a timing then")
     add("--collective_timeout", type=int, default=300, help="seconds after which a rank that waits for another gives up"
         " (default: %(default)s)")
     args = parser.parse_args()
@@ -227,6 +232,7 @@ class Features:
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value) and name != "offsets"}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
+    @torch.profiler.record_function("load data")  # its name in a trace
     def batch(self, ids, width):
         """What the model reads of the features `ids`, cut or padded to `width` tokens; each is [batch, width]."""
         positions = torch.arange(width, device=ids.device)
@@ -825,6 +831,8 @@ class Run:
                  f"{self.devices} devices x {args.gradient_accumulation_steps} micro-batches is larger than the data "
                  f"set of {workload['samples']}: lower --per_device_train_batch_size")
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
+        if args.profile and self.total_steps < WARMUP_STEPS + 2 + PROFILE_STEPS:
+            fail(f"--profile needs {WARMUP_STEPS + 2 + PROFILE_STEPS} steps, and this run has {self.total_steps}")
         self.epochs = -(-self.total_steps // self.steps_per_epoch)
         self.folder = make_output_dir(args, strategy)
         workload = workload | {
@@ -859,6 +867,7 @@ class Run:
         self.progress, self.resumed_from = Progress(), None
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
+        self.profiling, self.profiler = contextlib.ExitStack(), None
 
     def start(self, accelerator):
         """Resume if asked to, say what is about to run, and start to measure. Returns "completed" if nothing is left
@@ -883,6 +892,11 @@ class Run:
             f"{self.global_batch_size} samples; results go to {self.folder}")
         self.warm_step = first + min(WARMUP_STEPS, (self.total_steps - first) // 2)
         self.sync_step = first + 1
+        if self.args.profile:
+            steps = {"wait": WARMUP_STEPS, "warmup": 2, "active": PROFILE_STEPS, "repeat": 1}
+            handler = ProfileKwargs(activities=sorted({"cpu", accelerator.device.type}), schedule_option=steps,
+                                    output_trace_dir=str(self.folder / "traces"))
+            self.profiler = self.profiling.enter_context(accelerator.profile(handler))
         self.seconds["startup"] = seconds_alive()
         self.line_at = time.perf_counter()
         self.bar = tqdm(total=self.total_steps, initial=first, unit="step", leave=False, file=sys.stdout,
@@ -902,6 +916,8 @@ class Run:
         """
         self.losses += losses
         self.progress.step = step = self.progress.step + 1
+        if self.profiler:
+            self.profiler.step()
         saving = self.args.checkpointing_steps and step % self.args.checkpointing_steps == 0
         ending = step == self.total_steps or step % self.steps_per_epoch == 0
         if not (saving or ending or step % SYNC_STEPS == 0 or step in (self.warm_step, self.sync_step)):
@@ -944,6 +960,7 @@ class Run:
     def finish(self, stopped, metrics):
         """Write OUTPUT_DIR/run.json, where what is not known is null, and say how the run ended. A collective."""
         self.bar.close()
+        self.profiling.close()
         self.seconds["total"] = seconds_alive()
         rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
         tokens, places, trained = self.progress.tokens, self.progress.places, self.seconds["train"]
@@ -961,6 +978,7 @@ class Run:
             "metrics": metrics,
             "status": "preempted" if stopped else "completed",
             "resumed_from": self.resumed_from,
+            "profiled": self.args.profile,
             "loss_history": self.progress.loss_history,
         }
         if PartialState().is_main_process:

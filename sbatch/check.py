@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,9 @@ def main():
     parser.add_argument("--resume", action="store_true", help="taken for the wrappers' sake; a check measures anew")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
+    if not gpu and (torch.cuda.device_count() or Path("/dev/nvidia0").exists()):
+        sys.exit(f"error: {socket.gethostname()} has a GPU that torch {torch.__version__} cannot use: is the driver "
+                 "too old for it? README, 'Installing on a cluster'")
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=60))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"

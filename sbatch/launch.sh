@@ -15,7 +15,15 @@ fail() {
 # ------------------------------------------------------------------------------------------------------ what to run
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this runs inside a Slurm job: sbatch sbatch/2node.sh"
-source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
+warned='' stopped=''
+trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
+trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job, and knows why
+site() {
+    set +u # what modules and conda read is not always set
+    source sbatch/site.sh
+}
+site || fail "sbatch/site.sh ended with an error"
+set -u
 RECORD=${RECORD:-run.json} # the file in the output directory that says "completed"
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
@@ -33,7 +41,7 @@ case ${words[0]:-} in "" | -*) ;; *) fail "'$1' is neither a YAML, nor a script 
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
 for flag in "${launcher_flags[@]}"; do
-    case $flag in --num_processes* | --num_machines* | --machine_rank* | --main_process_* | --config_file*)
+    case ${flag//-/_} in __num_processes* | __num_machines* | __machine_rank* | __main_process_* | __config_file*)
         fail "${flag%%=*} comes from what Slurm granted: ask sbatch for it, with --nodes and --gres" ;;
     esac
 done
@@ -56,8 +64,8 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
 
-cores=$((SLURM_CPUS_ON_NODE / per_node))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
+cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each node
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
 
 # The output directory is this job's, so that it finds its own checkpoints when it runs again.
 name=$(basename "$script" .py)-$(basename "${config%.*}")
@@ -69,22 +77,33 @@ for word in "$@"; do
     previous=$word
 done
 [ -n "$given" ] || set -- "$@" --output_dir "$output"
+[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || fail "the tasks of an array would share --output_dir $output"
+mkdir -p "$output" || fail "cannot make the output directory $output"
+owner=$(cat "$output/.job" 2>/dev/null)
+if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then
+    [ -z "$(squeue --noheader --jobs="$owner" --states=PENDING,RUNNING 2>/dev/null)" ] ||
+        fail "job $owner writes into $output: wait for it, or choose another --output_dir"
+fi
+echo "$SLURM_JOB_ID" >"$output/.job"
 
 # ------------------------------------------------------------------------------------------------- the launch line
 
 # One task a node, each a launcher that starts this node's ranks.
-on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$SLURM_CPUS_ON_NODE"
-    --export=ALL)
+on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores" --export=ALL)
 # Static rendezvous: which node is which is Slurm's affair, so rank 0 is on the node whose address is known; and nobody
 # joins or leaves, as a lost node means that the whole job is queued again. c10d would give ranks to nodes as they come.
 line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes" --rdzv_backend static
-    --rdzv_conf timeout=300 --main_process_ip "$first" --main_process_port "$port" "${launcher_flags[@]}"
-    "$script" --resume "$@")
-# $SLURM_NODEID has its value on the node only: here it would be 0 for all. The launcher ignores the signals that the
-# ranks are to get (those it would die of, and take them with it); the ranks set handlers of their own.
+    --rdzv_conf timeout=300 --main_process_ip "$first" --main_process_port "$port"
+    --deepspeed_multinode_launcher standard "${launcher_flags[@]}" "$script" --resume "$@")
+# $SLURM_NODEID has its value on the node only: here it would be 0 for all. Slurm signals this shell, and on most
+# clusters nothing below it: it passes the signal on to the ranks, the children of the launcher. The launcher ignores
+# them as far as it can, as it would die of them and take the ranks with it.
 # shellcheck disable=SC2016
-task='trap "" USR1 TERM
-accelerate launch --machine_rank "$SLURM_NODEID" "$@"
+task='(trap "" USR1 TERM; exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
+launcher=$!
+for signal in USR1 TERM; do trap "pkill -$signal -P $launcher" $signal; done
+while kill -0 $launcher 2>/dev/null; do wait $launcher; done
+wait $launcher
 code=$?
 [ "$SLURM_NODEID" != 0 ] || touch "$FIRST_NODE_ENDED"
 exit $code'
@@ -96,20 +115,22 @@ command -v accelerate >/dev/null || fail "no accelerate on the PATH: make setup,
 seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
     echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $(command -v accelerate || echo none)"
     ! command -v nvidia-smi >/dev/null ||
-        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
-') || fail "srun does not reach all nodes; see above"
+        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || true
+') || { echo "$seen" && fail "srun does not reach all nodes"; }
 sort -n <<<"$seen"
 ! grep 'core(s), none' <<<"$seen" >/dev/null || fail "a node finds no accelerate: is the environment on a disk of all nodes?"
 [ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
     fail "not every node was granted $gpus GPU(s), like $first: ask for the same on each, with --gres=gpu:N"
 python - <<'EOF'
 import platform
-from importlib.metadata import version
+from importlib.metadata import distributions
+have = {found.name: found.version for found in distributions()}
 print(f"python {platform.python_version()}, " + ", ".join(
-    f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")))
+    f"{name} {have.get(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")))
 EOF
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with its own machine_rank:"
-printf '%q ' accelerate launch --machine_rank 0 "${line[@]}"
+run=("${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20)
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with the machine_rank of its own:"
+printf '%q ' "${run[@]}" accelerate launch --machine_rank 0 "${line[@]}"
 echo
 
 # --------------------------------------------------------------------------------- run, and continue when interrupted
@@ -118,13 +139,11 @@ checkpoint() { readlink "$output/checkpoints/last" 2>/dev/null; }
 completed() { grep -q '"status": "completed"' "$output/$RECORD" 2>/dev/null; }
 record() { stat -c %Y.%i "$output/$RECORD" 2>/dev/null; }
 
-before=$(checkpoint) record_before=$(record) warned='' stopped='' left=''
-trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
-trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job, and knows why
-FIRST_NODE_ENDED=$(mktemp -u)
-export FIRST_NODE_ENDED
+before=$(checkpoint) record_before=$(record) left=''
+export FIRST_NODE_ENDED=$output/.ended
+rm -f "$FIRST_NODE_ENDED"
 # When one node's launcher has failed, the others are ended at once; when it is done, they get 20 s.
-"${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20 bash -c "$task" launch "${line[@]}" &
+"${run[@]}" bash -c "$task" launch "${line[@]}" &
 srun=$! code=unknown
 while kill -0 "$srun" 2>/dev/null; do
     [ ! -e "$FIRST_NODE_ENDED" ] || left=${left:-$SECONDS}

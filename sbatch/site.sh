@@ -10,7 +10,7 @@
 # Software. Whatever stands here has to leave `accelerate` on the PATH; without a .venv, what is there is used.
 # module load cuda/13.0
 # source ~/miniconda3/bin/activate my_environment
-if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
+if [ -z "${CONDA_PREFIX:-}" ] && [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 
 # Which network the ranks talk over, if they do not find each other: the names that `ip address` shows.
 # export NCCL_SOCKET_IFNAME=ib0
@@ -18,9 +18,9 @@ if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 # export NCCL_DEBUG=INFO
 
 # Models and data: a place that all nodes see, with space. Offline where compute nodes have no network; then prepare
-# on a login node: python train_bert_squad.py --prepare_data_only
+# on a login node: source sbatch/site.sh; python train_bert_squad.py --prepare_data_only
 # export HF_HOME=/scratch/$USER/huggingface
-# export HF_HUB_OFFLINE=1
+# if [ -n "${SLURM_JOB_ID:-}" ]; then export HF_HUB_OFFLINE=1; fi
 
 # Processes on each node of a job that Slurm gave no GPU, such as one on a CPU partition (default: 1).
 # export PROCESSES_PER_NODE=2

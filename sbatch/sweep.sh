@@ -19,7 +19,12 @@ fail() {
 }
 
 [ -f sbatch/launch.sh ] || fail "run this from the project's root, as sbatch/sweep.sh"
-source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
+site() {
+    set +u # what modules and conda read is not always set
+    source sbatch/site.sh
+}
+site || fail "sbatch/site.sh ended with an error"
+set -u
 strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=5 minutes=60 global_batch='' dry_run='' local=''
 folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
 while [ $# -gt 0 ]; do
@@ -107,8 +112,8 @@ for cell in "${cells[@]}"; do
             --num_processes "$processes" "$script" "${flags[@]}" >"$folder/$run.log" 2>&1 ||
             echo "$run failed: $(grep -h '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
     else
-        ask=(--gres="$gres:$gpus")
-        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus") # one core a device, the baseline included
+        ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores a device on each shape
+        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
         job=$(PROCESSES_PER_NODE=$gpus sbatch --parsable "${ask[@]}" --nodes="$nodes" --time="$minutes" \
             --job-name="$run" --output="$folder/$run.log" \
             sbatch/1node.sh "accelerate_configs/$strategy.yaml" "$script" "${flags[@]}") &&
@@ -124,7 +129,10 @@ else
     [ ${#jobs[@]} -gt 0 ] || fail "Slurm took none of the jobs; see above"
     # afterany: also after jobs that failed. Their cells are shown as missing.
     sbatch --parsable --dependency="afterany:$(IFS=: && echo "${jobs[*]}")" --job-name=report --nodes=1 --time=10 \
-        --output="$folder/report.log" --wrap "source sbatch/site.sh; $(printf '%q ' "${report[@]}")" >/dev/null ||
-        fail "no job for the report; when all are done: ${report[*]}"
+        --output="$folder/report.log" >/dev/null <<EOF || fail "no job for the report; when all are done: ${report[*]}"
+#!/bin/bash
+source sbatch/site.sh
+$(printf '%q ' "${report[@]}")
+EOF
     echo "${#jobs[@]} jobs, then the report: $folder/report.md; squeue --me shows how far they are"
 fi

@@ -99,3 +99,8 @@ def cluster(tmp_path_factory):
     cluster.start()
     yield cluster
     cluster.stop()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for row in getattr(config, "table", []):
+        terminalreporter.write_line(row)

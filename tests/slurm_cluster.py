@@ -68,7 +68,7 @@ def install():
 class Cluster:
     """Nodes n1 ... nN with `gpus` GPUs each. `folder` holds configuration, state and logs; `stop` leaves the logs."""
 
-    def __init__(self, folder, nodes=2, gpus=4, cpus=8):
+    def __init__(self, folder, nodes=2, gpus=4, cpus=64):
         self.folder, self.nodes, self.hosts = Path(folder), [f"n{i + 1}" for i in range(nodes)], {}
         self.addresses = {"ctl": "10.99.0.1"} | {node: f"10.99.0.{11 + i}" for i, node in enumerate(self.nodes)}
         for name in ("state", "spool", "gpus"):

@@ -1,22 +1,29 @@
 """What README.md and the requirement files promise."""
 
+import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run
 from packaging.requirements import Requirement
 
 README = (ROOT / "README.md").read_text()
-LINES = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
-COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerate|make|python|source", line)]
+TEXTS = README + (ROOT / "docs" / "cluster.md").read_text()
+LINES = [line for block in re.findall(r"```\n(.*?)```", TEXTS, re.S) for line in block.splitlines()]
+COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerate|make|python|source|sbatch", line)]
 # What runs the commands that are not `accelerate launch`: .ci/run, or the tests named here.
 RUN_ELSEWHERE = {
     "make train": ".ci/run",
     "make train-bert": ".ci/run",
     "python train_bert_squad.py --prepare_data_only": "test_bert_data.py",
     "make test": ".ci/run",
+    "make setup": ".ci/run",
+    "make sweep": ".ci/run",
+    "sbatch/sweep.sh --dry_run": "test_sbatch.py",
+    "sbatch/sweep.sh": "test_sbatch.py",
     "source .venv/bin/activate": ".ci/run",
     "make clean setup CONSTRAINTS=constraints-cu128.txt": "test_each_set_fits_the_requirements",
 }
@@ -27,6 +34,20 @@ SMALL = {
     "train_bert_squad.py": "--model_name_or_path tests/data/tiny_bert --from_scratch"
     " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json --version_2_with_negative",
 }
+
+
+def test_sbatch_commands_work(cluster, tmp_path):
+    """Word for word and all at once, but on small data and for a few steps."""
+    jobs = {}
+    for command in sorted({command for command in COMMANDS if command.startswith("sbatch ")}):
+        words, folder = shlex.split(command)[1:], tmp_path / str(len(jobs))
+        script = "train_mnist_rnn.py" if "train_mnist_rnn.py" in words else "train_bert_squad.py"
+        small = [] if "sbatch/check.sh" in words else [*SMALL[script].split(), "--max_train_steps", "3"]
+        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        words = [f"--output={folder}.log", *words, *small, "--output_dir", folder]
+        jobs[command] = cluster.submit(*words, cwd=ROOT, env=env)
+    for i, (command, job) in enumerate(jobs.items()):
+        assert cluster.wait(job, 240) == "COMPLETED", command + (tmp_path / f"{i}.log").read_text()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("accelerate")])
@@ -42,7 +63,7 @@ def test_launch_commands_work(command, tmp_path):
 
 
 def test_no_command_is_left_to_rot():
-    others = {command for command in COMMANDS if not command.startswith("accelerate")}
+    others = {command for command in COMMANDS if not command.startswith(("accelerate", "sbatch "))}
     assert others == set(RUN_ELSEWHERE), "a new command in README needs a test, or a place in RUN_ELSEWHERE"
     script = (ROOT / ".ci" / "run").read_text()
     for command, place in RUN_ELSEWHERE.items():

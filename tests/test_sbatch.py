@@ -103,6 +103,9 @@ def test_what_ranks_find_on_the_nodes(cluster, project, tmp_path):
     (["sbatch/1node.sh", "ddp"], {}, "'ddp' is neither a YAML, nor a script (.py), nor a flag"),
     (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num_processes", "8", "probe.py"], {},
      "--num_processes comes from what Slurm granted"),
+    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num-machines=2", "probe.py"], {},
+     "--num-machines comes from what Slurm granted"),
+    (["--array=1", "sbatch/1node.sh", "probe.py", "--output_dir", "runs/x"], {}, "tasks of an array would share"),
     (["--gres=none", "sbatch/1node.sh", "probe.py"], {"PROCESSES_PER_NODE": "two"}, "must be a number from 1 on, got"),
     (["--gres=none", "--gpus=3", "sbatch/2node.sh", "probe.py"], {}, "ask for the same on each, with --gres=gpu:N"),
     (["sbatch/1node.sh", "probe.py"], {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, "no accelerate on the PATH"),
@@ -141,23 +144,40 @@ def test_check_measures_the_link(cluster, tmp_path):
     assert 1e-6 < record["latency_seconds"] < 0.1 and 1e7 < record["bandwidth_bytes_per_second"] < 1e12
 
 
+def test_two_jobs_never_write_into_one_folder(cluster, project, tmp_path):
+    """The second finds the name of the first, which Slurm still knows: here, one that waits to be started."""
+    waiting = submit(cluster, tmp_path, "--hold", "sbatch/1node.sh", "probe.py", cwd=project)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".job").write_text(waiting)
+    words = ["sbatch/1node.sh", "probe.py", "--output_dir", tmp_path / "run"]
+    log = finish(cluster, tmp_path, submit(cluster, tmp_path, *words, cwd=project), "FAILED")
+    assert f"error: job {waiting} writes into {tmp_path / 'run'}" in log
+    cluster.on("ctl", "scancel", waiting)
+    finish(cluster, tmp_path, submit(cluster, tmp_path, *words, cwd=project))
+
+
 def sweep(cluster, *words):
     return cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, env=PYTHON, check=False, timeout=200)
 
 
 def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
-    """fsdp's learning rate is refused by the script, 1x9 by Slurm: the rest is measured, and the report says so."""
+    """Slurm refuses 1x9, and a file lies where 2x2 would put its results: the rest is measured, the report says so."""
     folder = tmp_path / "sweep"
-    out = sweep(cluster, "--strategies", "baseline dp ddp", "--shapes", "2x1 1x9", "--repeats", "1", "--minutes", "5",
-                "--global_batch_size", "36", "--output_dir", folder, *DIGITS[:-2])
-    assert "4 jobs" not in out and "jobs, then the report" in out, out
+    folder.mkdir()
+    (folder / "ddp-2x2-r1").touch()
+    out = sweep(cluster, "--strategies", "baseline dp ddp", "--shapes", "2x1 1x9 2x2", "--repeats", "1",
+                "--minutes", "5", "--global_batch_size", "36", "--output_dir", folder, *DIGITS[:-2])
+    assert "3 jobs, then the report" in out, out
     with open(folder / "sweep.csv") as file:
         plan = {row["run"]: row["job"] for row in csv.DictReader(file)}
-    assert list(plan) == ["baseline-1x1-r1", "dp-1x9-r1", "ddp-2x1-r1", "ddp-1x9-r1"]
+    assert list(plan) == ["baseline-1x1-r1", "dp-1x9-r1", "ddp-2x1-r1", "ddp-1x9-r1", "ddp-2x2-r1"]
     assert plan["dp-1x9-r1"] == plan["ddp-1x9-r1"] == "refused"
-    cluster.wait_until(lambda: (folder / "report.md").exists(), 90)
+    log = folder / "report.log"
+    cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 90)
     report = (folder / "report.md").read_text()
-    assert "ddp-1x9-r1: failed or missing, job refused" in report
+    assert "ddp-1x9-r1 (ddp, 1 x 9): failed or missing, job refused" in report
+    assert f"ddp-2x2-r1 (ddp, 2 x 2): failed or missing, job {plan['ddp-2x2-r1']}" in report
+    assert "not found" not in log.read_text()
     with open(folder / "report.csv") as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"baseline", "ddp"} and rows["ddp"]["nodes"] == "2"
@@ -199,4 +219,4 @@ def test_local_sweep_outlives_a_run_that_fails(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "ddp-1x2-r1 failed: error: the global batch of 2000" in done.stdout
     report = (tmp_path / "s" / "report.md").read_text()
-    assert "ddp-1x2-r1: failed or missing: see ddp-1x2-r1.log" in report and "baseline" in report
+    assert "ddp-1x2-r1 (ddp, 1 x 2): failed or missing: see ddp-1x2-r1.log" in report and "baseline" in report

@@ -1,0 +1,203 @@
+"""report.py: parsing, medians, what is compared with what, what is missing, formulas."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import report
+
+
+def run_report(*words):
+    done = subprocess.run([sys.executable, "report.py", *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
+    """A run record as the scripts leave it, with what the report reads."""
+    work = {"model": "lstm-64", "dataset": "digits", "samples": 1280, "eval_samples": 360, "sequence_length": 8,
+            "epochs": 4, "steps": None, "per_device_batch_size": batch, "gradient_accumulation_steps": 1,
+            "precision": "no", "dynamo": "no"} | changes.pop("work", {})
+    ranks = [{"rank": rank, "host": f"n{rank}", "real": 118.544, "user": 100.0, "sys": 3.25,
+              "peak_memory_mb": 500 + rank} for rank in range(devices)]
+    return {"script": "train_mnist_rnn.py", "strategy": strategy, "nodes": nodes, "devices": devices, "ranks": ranks,
+            "device_name": "CPU (x86_64)", "global_batch_size": batch * devices, "workload": work, "parameters": 1000,
+            "seconds": {"startup": 5.0, "train": seconds, "eval": 1.0, "total": seconds + 10},
+            "tokens_per_second": None, "samples_per_second": 5120 / seconds,
+            "status": "completed", "resumed_from": None, "profiled": False,
+            "loss_history": [[1, 2.3], [2, 2.1]]} | changes
+
+
+def write(folder, **runs):
+    for name, content in runs.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "run.json").write_text(json.dumps(content))
+
+
+def cells_of(folder, out):
+    """The rows of report.csv, and report.md."""
+    code, printed, err = run_report(folder, "--output_dir", out)
+    assert code == 0, err
+    with open(out / "report.csv") as file:
+        return list(csv.DictReader(file)), (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("text, seconds", [("186.6", 186.6), ("3m6.619s", 186.619), ("1m58s", 118), (" 12s ", 12),
+                                           ("1h2m3.5s", 3723.5), ("90m0s", 5400)])
+def test_times_parse(text, seconds):
+    assert report.parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "3 m", "-3", "0", "1:58", "nan", "3m6", None, "s"])
+def test_what_is_no_time_is_refused(text):
+    if text == "3m6":  # bash never prints this, and it is clear
+        assert report.parse_seconds(text) == 186
+    else:
+        with pytest.raises(ValueError, match="is no time"):
+            report.parse_seconds(text)
+
+
+def test_times_print_as_time_does():
+    assert report.as_time_prints(118.544) == "1m58.544s" and report.as_time_prints(3.25) == "0m3.250s"
+
+
+def test_medians_speedups_and_the_median_run(tmp_path):
+    """Hand-computed: medians 100 and 60, speedup 100 / 60 on two devices."""
+    write(tmp_path / "runs", b1=record("baseline", seconds=90), b2=record("baseline", seconds=100),
+          b3=record("baseline", seconds=130), d1=record("ddp", 2, 55, nodes=2), d2=record("ddp", 2, 60, nodes=2),
+          d3=record("ddp", 2, 80, nodes=2))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    by = {row["strategy"]: row for row in rows}
+    assert len(rows) == 2 and by["ddp"]["repeats"] == "3"
+    assert float(by["ddp"]["seconds"]) == 60 and float(by["baseline"]["seconds"]) == 100
+    assert float(by["ddp"]["speedup"]) == pytest.approx(100 / 60)
+    assert float(by["ddp"]["efficiency"]) == pytest.approx(100 / 60 / 2)
+    assert (by["ddp"]["nodes"], by["ddp"]["gpus_per_node"], by["ddp"]["fixed"]) == ("2", "1", "batch per device")
+    assert (by["ddp"]["run"], by["baseline"]["run"], by["baseline"]["fixed"]) == ("d2", "b2", "itself")
+    assert "55.00-80.00" in text and "1m58.544s" in text and "d2" in text and "501" in text
+    for name in ("time", "speedup", "efficiency", "throughput", "memory", "loss"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+
+
+def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
+    write(tmp_path / "runs", base=record("baseline"), weak=record("ddp", 2, 50), strong=record("ddp", 2, 80, batch=16),
+          neither=record("ddp", 2, 70, batch=8))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    fixed = {row["run"]: (row["fixed"], row["speedup"]) for row in rows}
+    assert fixed["weak"][0] == "batch per device" and float(fixed["weak"][1]) == 2
+    assert fixed["strong"][0] == "global batch" and float(fixed["strong"][1]) == 1.25
+    assert fixed["neither"] == ("", "") and "Blank speedups: the baseline has neither" in text
+
+
+@pytest.mark.parametrize("changes, name", [
+    ({"work": {"dataset": "mnist"}}, "dataset"), ({"work": {"model": "lstm-128"}}, "model"),
+    ({"work": {"samples": 640}}, "samples"), ({"work": {"epochs": 5}}, "epochs"),
+    ({"work": {"precision": "bf16"}}, "precision"), ({"device_name": "NVIDIA A100"}, "device_name"),
+    ({"script": "train_bert_squad.py"}, "script"), ({"work": {"epochs": None, "steps": 40}}, "epochs, steps")])
+def test_different_work_is_never_one_speedup(tmp_path, changes, name):
+    write(tmp_path / "runs", base=record("baseline"), other=record("ddp", 2, 50, **changes))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert {row["run"]: row["speedup"] for row in rows}["other"] == ""
+    assert "2 workloads" in text and f"they differ in {name}" in text
+    assert "No speedups: there is no 1-device run" in text
+
+
+def test_fixed_steps_need_a_fixed_global_batch(tmp_path):
+    """With 40 steps each, two devices with the same batch per device have trained on twice as many samples."""
+    steps = {"work": {"epochs": None, "steps": 40}}
+    write(tmp_path / "runs", base=record("baseline", **steps), weak=record("ddp", 2, 90, **steps),
+          strong=record("fsdp", 2, 50, batch=16, **steps))
+    rows, _ = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert {row["run"]: row["speedup"] for row in rows} == {"base": "1.0", "weak": "", "strong": "2.0"}
+
+
+def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
+    folder = tmp_path / "runs"
+    write(folder, base=record("baseline"), good=record("ddp", 2, 50),
+          stopped=record("ddp", 2, 1, status="preempted"), resumed=record("ddp", 2, 1, resumed_from="x"),
+          traced=record("ddp", 2, 1, profiled=True), odd={"status": 1})
+    (folder / "half").mkdir()
+    (folder / "half" / "run.json").write_text('{"status": "comp')
+    (folder / "sweep.csv").write_text("run,strategy,nodes,gpus_per_node,repeat,job\ngood,ddp,1,2,1,7\n"
+                                      "zero3-1x2-r1,zero3,1,2,1,8\n")
+    rows, text = cells_of(folder, tmp_path / "out")
+    assert {row["run"]: row["seconds"] for row in rows} == {"base": "100.0", "good": "50.0"}
+    for line in ("stopped (ddp, 1 x 2): stopped before its end", "resumed (ddp, 1 x 2): resumed: not a timing",
+                 "traced (ddp, 1 x 2): profiled", f"skipped {folder}/half/run.json", f"skipped {folder}/odd/run.json",
+                 "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log"):
+        assert line in text
+    assert "good (" not in text
+
+
+def test_hand_measured_times_alone(tmp_path):
+    times = tmp_path / "times.csv"
+    times.write_text("strategy,nodes,gpus_per_node,seconds\nbaseline,1,1,3m6.619s\nddp,2,1,100\nddp,2,1,1m50s\n"
+                     "ddp,2,1,95.5\n")
+    code, out, err = run_report("--times", times, "--output_dir", tmp_path)
+    assert code == 0, err
+    with open(tmp_path / "report.csv") as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    assert float(rows["ddp"]["seconds"]) == 100 and float(rows["ddp"]["speedup"]) == pytest.approx(1.86619)
+    assert float(rows["ddp"]["efficiency"]) == pytest.approx(0.933095) and (tmp_path / "speedup.png").exists()
+
+
+@pytest.mark.parametrize("content, message", [
+    ("strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
+    ("strategy,nodes,gpus_per_node,seconds\nbaseline,1,1,12\nddp,2,1,fast\n", "line 3: 'fast' is no time"),
+    ("strategy,nodes,gpus_per_node,seconds\nddp,two,1,12\n", "line 2: invalid literal"),
+])
+def test_bad_times_are_an_error_with_their_line(tmp_path, content, message):
+    (tmp_path / "times.csv").write_text(content)
+    code, _, err = run_report("--times", tmp_path / "times.csv", "--output_dir", tmp_path)
+    assert code == 1 and message in err and err.count("\n") == 1
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for words, message in (([tmp_path], "no run.json below"), ([tmp_path / "x"], "there is no"),
+                           ([], "a folder of runs"),
+                           ([tmp_path, "--predict", "8"], "--predict needs the link"),
+                           ([tmp_path, "--predict", "1", "--bandwidth", "1", "--latency", "1"], "at least 2 devices")):
+        code, _, err = run_report(*words, "--output_dir", tmp_path)
+        assert code == 1 and message in err and err.count("\n") == 1, err
+
+
+def test_prediction_beside_measurement(tmp_path):
+    """Hand-computed: 1,000 parameters; 51.2 samples/s alone and a batch of 32 is a step of 0.625 s."""
+    write(tmp_path / "runs", base=record("baseline"), ddp=record("ddp", 2, 80), fsdp=record("fsdp", 2, 90))
+    (tmp_path / "check.json").write_text('{"bandwidth_bytes_per_second": 16000, "latency_seconds": 0.005}')
+    code, out, err = run_report(tmp_path / "runs", "--predict", 4, "--check", tmp_path / "check.json", "--output_dir",
+                                tmp_path / "out")
+    assert code == 0, err
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
+    rows = {tuple(cells[:2]): cells[2:] for cells in lines if len(cells) == 6 and cells[1].isdigit()}
+    # DDP at 2: 4,000 bytes in 0.25 s; at 4: 6,000 in 0.375 s; FSDP half as many again; each + 5 ms.
+    assert rows[("ddp", "2")] == ["625.00-880.00", "71%-100%", "1000.00", "62%"]
+    assert rows[("ddp", "4")][:2] == ["625.00-1005.00", "62%-100%"]
+    assert rows[("fsdp", "2")][0] == "625.00-1005.00" and rows[("fsdp", "4")] == ["625.00-1192.50", "52%-100%", "", ""]
+
+
+def test_mfu_by_hand():
+    row = {"device_name": "NVIDIA A100-SXM4-80GB", "precision": "bf16", "parameters": 1e8, "tokens_per_second": 1e5,
+           "devices": 2}
+    assert report.flops_utilization(row) == pytest.approx(6e13 / 624e12)
+    assert report.flops_utilization(row | {"device_name": "CPU (x86_64)"}) is None
+    assert report.flops_utilization(row | {"tokens_per_second": None}) is None
+
+
+def test_time_shares_by_hand(tmp_path):
+    """Ten units: loading 1, compute 2 to 6, communication 4 to 9 of which two are hidden."""
+    def event(name, kind, start, end):
+        return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": end - start}
+
+    events = [event("ProfilerStep#12", "user_annotation", 0, 10), event("load data", "user_annotation", 0, 1),
+              event("aten::mm", "cpu_op", 2, 5), event("aten::add", "cpu_op", 4, 6),
+              event("gloo:all_reduce", "user_annotation", 4, 8), event("gloo:all_reduce", "user_annotation", 7, 9)]
+    (tmp_path / "cpu.json").write_text(json.dumps({"traceEvents": events}))
+    shares = report.time_shares(tmp_path / "cpu.json")
+    assert list(shares.values()) == pytest.approx([0.2, 0.3, 0.1, 0.4])
+    gpu = events[:4] + [event("gemm", "kernel", 3, 7), event("ncclDevKernel_AllReduce", "kernel", 5, 8)]
+    (tmp_path / "gpu.json").write_text(json.dumps({"traceEvents": gpu}))
+    assert list(report.time_shares(tmp_path / "gpu.json").values()) == pytest.approx([0.2, 0.1, 0.1, 0.6])
