@@ -6,6 +6,10 @@ PINNED := $(shell cat .venv/installed 2>/dev/null)
 CONSTRAINTS ?= $(or $(PINNED),$(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')"))
 BIN := .venv/bin
 REPEATS = 2
+SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
+DIGITS = train_mnist_rnn.py --dataset digits --num_epochs 30
+TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch --learning_rate 1e-3 --dropout 0 \
+	--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json --per_device_train_batch_size 8
 # All visible GPUs, or else two CPU processes.
 PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
@@ -27,13 +31,11 @@ dev: .venv/installed-dev
 
 train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
-		train_mnist_rnn.py --dataset digits --num_epochs 30
+		$(DIGITS)
 
 train-bert: setup  ## train a tiny BERT from scratch on the test data's questions: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
-		train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch --learning_rate 1e-3 --dropout 0 \
-		--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json \
-		--num_epochs 30 --per_device_train_batch_size 8
+		$(TINY) --num_epochs 30
 
 test: dev  ## run the tests
 	$(BIN)/python -m pytest
@@ -41,8 +43,11 @@ test: dev  ## run the tests
 test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 10 minutes
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_faults.py
 
-sweep: setup  ## time every strategy on this machine, small, without Slurm, and report
-	PATH=$(abspath $(BIN)):$$PATH sbatch/sweep.sh --local --repeats $(REPEATS) train_mnist_rnn.py --dataset digits --num_epochs 10
+sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
+	export PATH=$(abspath $(BIN)):$$PATH && \
+	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/mnist $(DIGITS) && \
+	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/bert $(TINY) --num_epochs 6 && \
+	python report.py $(SWEEP) --output_dir $(SWEEP)
 
 lint: dev  ## check the style
 	$(BIN)/ruff check .

@@ -124,7 +124,7 @@ for cell in "${cells[@]}"; do
 done
 report=(python report.py "$folder" --output_dir "$folder")
 if [ -n "$local" ]; then
-    "${report[@]}"
+    "${report[@]}" >"$folder/report.log" && tail -n 1 "$folder/report.log"
 else
     [ ${#jobs[@]} -gt 0 ] || fail "Slurm took none of the jobs; see above"
     # afterany: also after jobs that failed. Their cells are shown as missing.

@@ -11,6 +11,8 @@ from conftest import REAL_DATA, ROOT, STRATEGIES, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_same_end, ids_seen, step_of
 
+import report
+
 SCRIPT = "train_bert_squad.py"
 QUESTIONS = "tests/data/squad_v1.json"
 TINY = f"""--model_name_or_path tests/data/tiny_bert --from_scratch --train_file {QUESTIONS}
@@ -109,6 +111,8 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
         for name, size in expected.items():
             most = size * 1.01 + (cut if (strategy, name) == ("zero2", "gradients") else 0)
             assert size * 0.99 <= held[name] <= most, f"rank {rank}: {name} {held[name]} bytes instead of {size:.0f}"
+        formula = report.bytes_held(strategy, psi / 4, 2)
+        assert sum(held[name] for name in expected) == pytest.approx(formula, rel=0.04), "the formula of the report"
         print(f"{strategy} rank {rank}: " + ", ".join(f"{name} {held[name] / psi:.2f}" for name in expected))
 
 

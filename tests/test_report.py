@@ -2,13 +2,17 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from test_bert import TINY
 
 import report
+
+PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 
 
 def run_report(*words):
@@ -201,3 +205,31 @@ def test_time_shares_by_hand(tmp_path):
     gpu = events[:4] + [event("gemm", "kernel", 3, 7), event("ncclDevKernel_AllReduce", "kernel", 5, 8)]
     (tmp_path / "gpu.json").write_text(json.dumps({"traceEvents": gpu}))
     assert list(report.time_shares(tmp_path / "gpu.json").values()) == pytest.approx([0.2, 0.1, 0.1, 0.6])
+
+
+@pytest.mark.parametrize("strategy, counted", [
+    ("ddp", 2), ("fsdp", 4), pytest.param("zero2", 2.5, marks=pytest.mark.slow),
+    pytest.param("zero3", 3.15, marks=pytest.mark.slow)])
+def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, strategy, counted):
+    """What two nodes' network cards send in ten steps more, in (n - 1) / n x 4 bytes x parameters.
+
+    gloo does a reduce-scatter as an all-reduce (reduce_scatter=2), and a reduce, which ZeRO-2 asks for, with 1.5 times
+    the bytes of a reduce-scatter. ZeRO-3 sends less than that, as it does not gather all tensors twice.
+    """
+    def sent():
+        return sum(int(cluster.on(node, "grep", "eth0", "/proc/net/dev").split()[9]) for node in ("n1", "n2")) / 2
+
+    totals = []
+    for steps in (4, 14):  # of one epoch, so that there is one evaluation in both
+        before, folder = sent(), tmp_path / str(steps)
+        flags = [*TINY, "--per_device_train_batch_size", "8", "--max_train_steps", steps, "--output_dir", folder]
+        job = cluster.submit(f"--output={folder}.log", "sbatch/2node.sh", f"accelerate_configs/{strategy}.yaml",
+                             "train_bert_squad.py", *flags, cwd=ROOT, env={"PATH": PATH, "OMP_NUM_THREADS": "1"})
+        assert cluster.wait(job) == "COMPLETED"
+        totals.append(sent() - before)
+    parameters = json.loads((folder / "run.json").read_text())["parameters"]
+    seen = (totals[1] - totals[0]) / 10
+    print(f"{strategy}: {seen / (2 * parameters):.2f} x (n - 1) / n x 4 bytes x parameters")
+    assert seen == pytest.approx(counted * 2 * parameters, rel=0.07)
+    if strategy in ("ddp", "fsdp"):
+        assert seen == pytest.approx(report.bytes_sent(strategy, parameters, 2, reduce_scatter=2), rel=0.07)
