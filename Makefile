@@ -46,7 +46,7 @@ test-faults: dev  ## break runs on a two-node Slurm in every way, and print what
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
 	export PATH=$(abspath $(BIN)):$$PATH && \
 	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/mnist $(DIGITS) && \
-	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/bert $(TINY) --num_epochs 6 && \
+	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/bert $(TINY) --max_train_samples 112 --num_epochs 8 && \
 	python report.py $(SWEEP) --output_dir $(SWEEP)
 
 lint: dev  ## check the style

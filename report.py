@@ -68,7 +68,7 @@ def bytes_held(strategy, parameters, devices):
 # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
 # https://www.nvidia.com/en-us/data-center/h100/ and https://www.nvidia.com/en-us/data-center/h200/
 PEAK = {"A100": {"bf16": 312e12, "fp16": 312e12, "no": 156e12},
-        "H100": {"bf16": 989e12, "fp16": 989e12, "no": 494e12},
+        "H100 80GB HBM3": {"bf16": 989e12, "fp16": 989e12, "no": 494e12},
         "H200": {"bf16": 989e12, "fp16": 989e12, "no": 494e12}}
 
 
@@ -95,10 +95,10 @@ def step_seconds(alone, sent, bandwidth, latency):
 
 # What has to be the same for two runs to be compared: other data or another device is another experiment.
 SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps", "precision",
-             "dynamo", "device_name"]
+             "dynamo", "device_name", "torch"]
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
         "global_batch_size"]
-FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb"]
+FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb", "samples_trained"]
 NAMES = SAME_WORK + CELL + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks"]
 
 
@@ -114,11 +114,15 @@ def parse_seconds(text):
 
 def as_time_prints(seconds):
     """118.544 as 1m58.544s."""
-    return f"{int(seconds // 60)}m{seconds % 60:.3f}s"
+    milliseconds = round(seconds * 1000)
+    return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
 
 
 def read_record(path, folder):
-    """One run.json as a row with NAMES. Raises ValueError, KeyError, TypeError or the like where it is none."""
+    """One run.json as a row with NAMES. Raises ValueError, KeyError, TypeError or the like where it is none.
+
+    The last incomplete batch of an epoch is dropped, so `samples_trained` depends on the global batch a little.
+    """
     record = json.loads(path.read_text())
     workload = record["workload"]
     row = {name: workload.get(name, record.get(name)) for name in NAMES}
@@ -134,29 +138,40 @@ def read_record(path, folder):
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
         "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in record["ranks"]),
+        "samples_trained": record["steps"] * record["global_batch_size"],
+        "torch": record["versions"]["torch"],
     }
+    if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf and row["parameters"] > 0):
+        raise ValueError("times and parameters have to be greater than 0")
+    for rank in record["ranks"]:
+        if {"rank", "host", "real", "user", "sys"} - set(rank):
+            raise ValueError(f"a rank has only {', '.join(rank)}")
     return row | {"tokens_per_second": row["tokens_per_second"] or None}
 
 
 def read_runs(folder):
-    """All runs below a folder, as rows, and a sentence for each file that is no record. What is planned (sweep.csv) but
-    not there is a row with a problem. Raises FileNotFoundError if there is nothing at all.
+    """All runs below a folder, as rows, and a sentence for each file that is no record. What is planned (sweep.csv)
+    but not there is a row with a problem. Raises FileNotFoundError if there is nothing at all.
     """
     rows, notes, found = [], [], set()
     for path in sorted(folder.rglob("run.json")):
+        found.add(path.parent)
         try:
             rows.append(read_record(path, folder))
-            found.add(path.parent)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as reason:
             notes.append(f"skipped {path}: no run record ({type(reason).__name__}: {reason})")
     for plan in sorted(folder.rglob("sweep.csv")):
-        for planned in pd.read_csv(plan, dtype={"job": str}).to_dict("records"):
-            path = plan.parent / planned["run"]
-            if path not in found:
-                job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
-                run = str(path.relative_to(folder))
-                shape = {name: planned[name] for name in ("strategy", "nodes", "gpus_per_node")}
-                rows.append(shape | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
+        try:
+            for planned in pd.read_csv(plan, dtype={"job": str}).to_dict("records"):
+                path = plan.parent / planned["run"]
+                if path not in found:
+                    job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
+                    run = str(path.relative_to(folder))
+                    cell = {"strategy": planned["strategy"]} | {
+                        name: int(planned[name]) for name in ("nodes", "gpus_per_node")}
+                    rows.append(cell | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
+        except (ValueError, LookupError, TypeError, OSError) as reason:
+            notes.append(f"skipped {plan}: no plan of a sweep ({type(reason).__name__}: {reason})")
     if not rows and not notes:
         raise FileNotFoundError(f"no run.json below {folder}: the training scripts leave one in their output directory")
     return rows, notes
@@ -164,16 +179,23 @@ def read_runs(folder):
 
 def read_times(path):
     """Rows from times that were measured by hand. Raises ValueError with file and line."""
-    table = pd.read_csv(path, dtype=str, skipinitialspace=True)
+    try:
+        table = pd.read_csv(path, dtype=str, skipinitialspace=True, index_col=False)
+    except ValueError as reason:
+        raise ValueError(f"{path}: {reason}") from None
     missing = {"strategy", "nodes", "gpus_per_node", "seconds"} - set(table.columns)
     if missing:
         raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the first line has to name strategy,nodes,"
                          "gpus_per_node,seconds")
+    if not len(table):
+        raise ValueError(f"{path}: there are no times below the first line")
     rows = []
     for line, values in enumerate(table.to_dict("records"), 2):
         try:
             nodes, gpus = int(values["nodes"]), int(values["gpus_per_node"])
-            rows.append({"strategy": values["strategy"].strip(), "nodes": nodes, "gpus_per_node": gpus,
+            if min(nodes, gpus) < 1:
+                raise ValueError("nodes and gpus_per_node have to be 1 or more")
+            rows.append({"strategy": values["strategy"].strip().lower(), "nodes": nodes, "gpus_per_node": gpus,
                          "devices": nodes * gpus, "seconds": parse_seconds(values["seconds"]), "problem": "",
                          "script": f"measured by hand, {Path(path).name}", "run": f"line {line}"})
         except (ValueError, AttributeError) as reason:
@@ -218,12 +240,15 @@ def same(cell, cells, names):
 def find_baseline(cell, cells):
     """What is fixed between a cell and its 1-device baseline, and that baseline; (None, None) if there is none.
 
-    With a fixed number of steps instead of epochs, more devices do more work unless the global batch is fixed.
+    Both have to train on as many samples, give or take 1 %: with a fixed number of steps instead of epochs, or where
+    much of an epoch does not fill a global batch, more devices with the same batch each do more or less work.
     """
     base = same(cell, cells[(cells["strategy"] == "baseline") & (cells["devices"] == 1)], SAME_WORK)
+    if not pd.isna(cell["samples_trained"]):
+        base = base[(base["samples_trained"] / cell["samples_trained"] - 1).abs() <= 0.01]
     per_device = same(cell, base, ["per_device_batch_size", "gradient_accumulation_steps"])
     for fixed, found in (("global batch", same(cell, base, ["global_batch_size"])), ("batch per device", per_device)):
-        if len(found) and (fixed == "global batch" or pd.isna(cell["steps"])):
+        if len(found):
             if pd.isna(cell["global_batch_size"]):
                 fixed = "not known"
             return "itself" if found.index[0] == cell.name else fixed, found.iloc[0]
@@ -283,9 +308,10 @@ def time_shares(trace):
 
 KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each device has as much to do
 in a step as the baseline, so the global batch grows with the devices, an epoch has fewer steps, and the run trains
-otherwise (weak scaling). *Global batch*: the same steps, losses and weights as the baseline, each device with its part
-of the batch (strong scaling). The baseline is one device; speedup = its time / time, efficiency = speedup / devices.
-Times are the medians of `seconds.train` over the repeats."""
+otherwise. *Global batch*: the same steps, losses and weights as the baseline, each device with its part of the batch.
+*Not known*: measured by hand; you answer for the work being the same. The baseline is one device; speedup = its time /
+time, efficiency = speedup / devices. Times are the medians of `seconds.train` over the repeats. Samples/s leaves out
+the warm-up; MFU does not, and counts embeddings as if they computed, so it is a little high."""
 
 
 def table(columns):
@@ -325,13 +351,17 @@ def describe_work(group, folder, link, predict):
     if not ((group["strategy"] == "baseline") & (group["devices"] == 1)).any():
         yield "No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work."
     elif group["speedup"].isna().any():
-        yield ("Blank speedups: the baseline has neither the same batch per device nor the same global batch; with "
-               "--max_train_steps it needs the same global batch.")
+        yield ("Blank speedups: no baseline has the same batch per device or the same global batch and trained on as "
+               "many samples (1 % more or less). With --max_train_steps it takes the same global batch; with epochs, "
+               "numbers of samples that global batches divide.")
     known = group[group["parameters"].notna()]
     if len(known):
         fp32 = (known["precision"] == "no") & (known["gradient_accumulation_steps"] == 1)
         pairs = [(cell["strategy"], cell["parameters"], cell["devices"]) for _, cell in known.iterrows()]
-        yield "What the formulas say of a rank (fp32, without accumulation; activations and libraries come on top):"
+        on_cpu = group["device_name"].iloc[0].startswith("CPU")
+        peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
+        yield ("What the formulas say of a rank (fp32, without accumulation; a reduce-scatter that the library has, "
+               "which gloo does not; activations, and on a CPU the libraries, come on top of the memory):")
         yield table({
             "strategy": known["strategy"], "devices": known["devices"],
             "parameters": show(known["parameters"], "{:,.0f}"),
@@ -339,8 +369,8 @@ def describe_work(group, folder, link, predict):
                                     for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
             "MB of parameters, gradients, Adam": show([bytes_held(*p) / 1e6 if ok and bytes_held(*p) else None
                                                        for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
-            "peak MB measured": show(known["peak_memory_mb"], "{:,.0f}")})
-        yield "The ranks of the median runs, as `time` prints them; the log is beside the run's folder or Slurm's:"
+            peak + " measured": show(known["peak_memory_mb"], "{:,.0f}")})
+        yield "The median runs and their ranks, as `time` prints them; a sweep's log of a run is the file RUN.log:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
                      | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
@@ -356,11 +386,12 @@ def describe_prediction(group, link, predict):
     if not len(base):
         yield "No prediction: it needs a baseline in fp32 without accumulation, long enough for a samples_per_second."
         return
-    base, rows = base.iloc[0], []
+    base, rows = base.sort_values("per_device_batch_size").iloc[-1], []
     alone = base["global_batch_size"] / base["samples_per_second"]
-    batch = group[group["per_device_batch_size"] == base["per_device_batch_size"]]
-    for strategy in sorted(set(batch["strategy"]) - {"baseline", "dp"}):
-        for devices in [2**i for i in range(1, int(math.log2(predict)) + 1)]:
+    batch = same(base, group, ["per_device_batch_size", "gradient_accumulation_steps"])
+    sizes = {2**i for i in range(1, int(math.log2(predict)) + 1)} | {predict} | set(batch["devices"]) - {1}
+    for strategy in sorted(name for name in set(batch["strategy"]) if bytes_sent(name, 1, 2)):
+        for devices in sorted(sizes):
             best, worst = step_seconds(alone, bytes_sent(strategy, base["parameters"], devices), *link)
             seen = batch[(batch["strategy"] == strategy) & (batch["devices"] == devices)]
             steps = (seen["global_batch_size"] / seen["samples_per_second"]).dropna()
@@ -399,43 +430,63 @@ STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"), "ddp":
 
 def plot_work(group, folder, suffix):
     """The plots of one workload; returns their file names."""
-    panels = [("time", "seconds", "seconds of training (median, bar: fastest to slowest)"),
-              ("speedup", "speedup", "speedup"), ("efficiency", "efficiency", "efficiency"),
-              ("throughput", "samples_per_second", "samples per second"),
-              ("memory", "peak_memory_mb", "peak memory of a rank in MB")]
+    panels = [("time", "seconds", "training: median, and fastest to slowest", "seconds"),
+              ("speedup", "speedup", "speedup against one device", "T(1) / T(p)"),
+              ("efficiency", "efficiency", "efficiency", "speedup / devices"),
+              ("throughput", "samples_per_second", "throughput", "samples per second"),
+              ("memory", "peak_memory_mb", "peak memory of a rank", "MB")]
     files = []
-    for name, column, label in panels:
+    for name, column, label, unit in panels:
         if group[column].notna().any():
             figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
             plot_points(axes, group, column)
-            axes.set(xlabel="devices", ylabel=label, ylim=(0, None), xticks=sorted(set(group["devices"])))
+            axes.set(xlabel="devices", title=label, ylabel=unit)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(set(group["devices"])), sorted(set(group["devices"])))
+            axes.minorticks_off()
             ideal = {"speedup": lambda p: p, "efficiency": lambda p: 1}.get(name)
             if ideal:
                 ends = [1, group["devices"].max()]
-                axes.plot(ends, [ideal(p) for p in ends], color="0.6", linewidth=1, label="ideal", zorder=0)
+                points = [ends[0] * (ends[1] / ends[0]) ** (i / 50) for i in range(51)]
+                axes.plot(points, [ideal(p) for p in points], color="0.6", linewidth=1, label="ideal", zorder=0)
+            if name == "speedup":  # on two logarithmic axes the ideal is a straight line
+                axes.set_yscale("log", base=2)
+                axes.yaxis.set_major_formatter("{x:g}")
+            else:
+                axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
             axes.legend(fontsize=8)
             files.append(save(figure, folder / f"{name}{suffix}.png"))
     curves = group[group["loss_history"].notna()]
     if len(curves):
         figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        for _, cell in curves.iterrows():
-            color, _, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
-            axes.plot(*zip(*cell["loss_history"], strict=True), color=color, linestyle=line, linewidth=1,
+        for number, (_, cell) in enumerate(curves.iterrows()):
+            color, marker, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
+            steps, losses = zip(*cell["loss_history"], strict=True)
+            samples = [step * cell["global_batch_size"] for step in steps]
+            gap = max(1, len(steps) // 8)
+            axes.plot(samples, losses, color=color, linestyle=line, linewidth=1, marker=marker, markersize=4,
+                      markevery=(number % gap, gap), markerfacecolor="white" if cell["nodes"] > 1 else color,
                       label=f"{cell['strategy']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}")
-        axes.set(xlabel="optimizer step", ylabel="training loss of a global batch")
+        axes.set(xlabel="samples trained on", ylabel="training loss of a global batch")
         axes.legend(fontsize=7)
         files.append(save(figure, folder / f"loss{suffix}.png"))
     return files
 
 
 def plot_points(axes, group, column):
-    """A point a cell; filled on one node, hollow on several; cells of a strategy at different sizes are joined."""
+    """A point a cell: filled on one node, half filled if the global batch is fixed, hollow on several nodes. A
+    strategy's points of one kind are joined.
+    """
     for strategy, cells in group[group[column].notna()].groupby("strategy", sort=False):
         color, marker, line = STYLES.get(strategy, ("#56B4E9", "x", "-"))
-        for many, points in cells.sort_values("devices").groupby(cells["nodes"] > 1):
-            label = f"{strategy}, several nodes" if many else strategy
+        kinds = [cells["nodes"] > 1, cells["fixed"].fillna("")]
+        for (many, fixed), points in cells.sort_values("devices").groupby(kinds, sort=False):
+            strong = fixed == "global batch"
+            label = ", ".join([strategy] + ["several nodes"] * many + ["global batch fixed"] * strong)
+            line = ":" if strong else line
             axes.plot(points["devices"], points[column], color=color, marker=marker, linestyle=line, linewidth=1,
-                      label=label, markerfacecolor="white" if many else color)
+                      label=label, markerfacecoloralt="white",
+                      fillstyle="none" if many else "left" if strong else "full")
             if column == "seconds":
                 axes.vlines(points["devices"], points["fastest"], points["slowest"], color=color, linewidth=1)
 
@@ -467,6 +518,8 @@ def parse_args():
     for path in (args.folder, args.times, args.check):
         if path and not path.exists():
             parser.error(f"there is no {path}")
+    if args.predict is None and (args.check or args.bandwidth or args.latency):
+        parser.error("--check, --bandwidth and --latency describe the link for --predict N")
     if args.predict is not None:
         if args.predict < 2:
             parser.error(f"--predict needs at least 2 devices, got {args.predict}")
@@ -474,7 +527,9 @@ def parse_args():
             link = json.loads(args.check.read_text()) if args.check else {}
             args.link = (args.bandwidth * 1e9, args.latency / 1e6) if not link else (
                 link["bandwidth_bytes_per_second"] * 1.0, link["latency_seconds"] * 1.0)
-        except (TypeError, ValueError, LookupError):
+            if not (args.link[0] > 0 and args.link[1] >= 0):
+                raise ValueError
+        except (TypeError, ValueError, LookupError, OSError):
             parser.error("--predict needs the link: --check with a check.json of several ranks, or --bandwidth and "
                          "--latency")
     return args
@@ -504,7 +559,8 @@ def main():
     shares, unread = describe_traces(args.folder) if args.folder else ([], [])
     if shares:
         sections += ["## Where the time of the profiled steps went", table(shares), "The traces open in "
-                     "https://ui.perfetto.dev. Profiled runs are never used as timings."]
+                     "https://ui.perfetto.dev. Communication includes waiting for a slower rank: the rank that "
+                     "waits least shows best what the transfer takes. Profiled runs are never used as timings."]
     others = runs[runs["problem"] != ""]
     if len(others) or notes or unread:
         sections += ["## Not in the tables", "\n".join(

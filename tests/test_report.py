@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -31,6 +32,7 @@ def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
             "device_name": "CPU (x86_64)", "global_batch_size": batch * devices, "workload": work, "parameters": 1000,
             "seconds": {"startup": 5.0, "train": seconds, "eval": 1.0, "total": seconds + 10},
             "tokens_per_second": None, "samples_per_second": 5120 / seconds,
+            "steps": 5120 // (batch * devices), "versions": {"torch": "2.15.0"},
             "status": "completed", "resumed_from": None, "profiled": False,
             "loss_history": [[1, 2.3], [2, 2.1]]} | changes
 
@@ -66,6 +68,7 @@ def test_what_is_no_time_is_refused(text):
 
 def test_times_print_as_time_does():
     assert report.as_time_prints(118.544) == "1m58.544s" and report.as_time_prints(3.25) == "0m3.250s"
+    assert report.as_time_prints(59.9997) == "1m0.000s" and report.as_time_prints(3599.9) == "59m59.900s"
 
 
 def test_medians_speedups_and_the_median_run(tmp_path):
@@ -93,14 +96,15 @@ def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
     fixed = {row["run"]: (row["fixed"], row["speedup"]) for row in rows}
     assert fixed["weak"][0] == "batch per device" and float(fixed["weak"][1]) == 2
     assert fixed["strong"][0] == "global batch" and float(fixed["strong"][1]) == 1.25
-    assert fixed["neither"] == ("", "") and "Blank speedups: the baseline has neither" in text
+    assert fixed["neither"] == ("", "") and "Blank speedups: no baseline has the same batch" in text
 
 
 @pytest.mark.parametrize("changes, name", [
     ({"work": {"dataset": "mnist"}}, "dataset"), ({"work": {"model": "lstm-128"}}, "model"),
     ({"work": {"samples": 640}}, "samples"), ({"work": {"epochs": 5}}, "epochs"),
     ({"work": {"precision": "bf16"}}, "precision"), ({"device_name": "NVIDIA A100"}, "device_name"),
-    ({"script": "train_bert_squad.py"}, "script"), ({"work": {"epochs": None, "steps": 40}}, "epochs, steps")])
+    ({"script": "train_bert_squad.py"}, "script"),
+    ({"versions": {"torch": "2.8.0"}}, "torch"), ({"work": {"epochs": None, "steps": 40}}, "epochs, steps")])
 def test_different_work_is_never_one_speedup(tmp_path, changes, name):
     write(tmp_path / "runs", base=record("baseline"), other=record("ddp", 2, 50, **changes))
     rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
@@ -111,7 +115,7 @@ def test_different_work_is_never_one_speedup(tmp_path, changes, name):
 
 def test_fixed_steps_need_a_fixed_global_batch(tmp_path):
     """With 40 steps each, two devices with the same batch per device have trained on twice as many samples."""
-    steps = {"work": {"epochs": None, "steps": 40}}
+    steps = {"work": {"epochs": None, "steps": 40}, "steps": 40}
     write(tmp_path / "runs", base=record("baseline", **steps), weak=record("ddp", 2, 90, **steps),
           strong=record("fsdp", 2, 50, batch=16, **steps))
     rows, _ = cells_of(tmp_path / "runs", tmp_path / "out")
@@ -122,15 +126,22 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     folder = tmp_path / "runs"
     write(folder, base=record("baseline"), good=record("ddp", 2, 50),
           stopped=record("ddp", 2, 1, status="preempted"), resumed=record("ddp", 2, 1, resumed_from="x"),
+          nan=record("ddp", 2, float("nan")),
+          zero=record("ddp", 2) | {"seconds": {"train": 0, "total": 3}},
+          nobody=record("ddp", 2, 50, ranks=[{"peak_memory_mb": 3}]),
           traced=record("ddp", 2, 1, profiled=True), odd={"status": 1})
     (folder / "half").mkdir()
     (folder / "half" / "run.json").write_text('{"status": "comp')
     (folder / "sweep.csv").write_text("run,strategy,nodes,gpus_per_node,repeat,job\ngood,ddp,1,2,1,7\n"
                                       "zero3-1x2-r1,zero3,1,2,1,8\n")
+    (folder / "cut").mkdir()
+    (folder / "cut" / "sweep.csv").write_text("run,strategy,nodes,gpus_per_node,repeat,job\nddp-1x2-r1,ddp,1\nddp-1")
     rows, text = cells_of(folder, tmp_path / "out")
     assert {row["run"]: row["seconds"] for row in rows} == {"base": "100.0", "good": "50.0"}
     for line in ("stopped (ddp, 1 x 2): stopped before its end", "resumed (ddp, 1 x 2): resumed: not a timing",
                  "traced (ddp, 1 x 2): profiled", f"skipped {folder}/half/run.json", f"skipped {folder}/odd/run.json",
+                 f"skipped {folder}/nan/run.json", f"skipped {folder}/zero/run.json",
+                 f"skipped {folder}/nobody/run.json", f"skipped {folder}/cut/sweep.csv",
                  "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log"):
         assert line in text
     assert "good (" not in text
@@ -152,6 +163,8 @@ def test_hand_measured_times_alone(tmp_path):
     ("strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
     ("strategy,nodes,gpus_per_node,seconds\nbaseline,1,1,12\nddp,2,1,fast\n", "line 3: 'fast' is no time"),
     ("strategy,nodes,gpus_per_node,seconds\nddp,two,1,12\n", "line 2: invalid literal"),
+    ("strategy,nodes,gpus_per_node,seconds\nddp,2,0,12\n", "line 2: nodes and gpus_per_node have to be 1 or more"),
+    ("strategy,nodes,gpus_per_node,seconds\n", "there are no times"), ("", "No columns to parse"),
 ])
 def test_bad_times_are_an_error_with_their_line(tmp_path, content, message):
     (tmp_path / "times.csv").write_text(content)
@@ -181,6 +194,14 @@ def test_prediction_beside_measurement(tmp_path):
     assert rows[("ddp", "2")] == ["625.00-880.00", "71%-100%", "1000.00", "62%"]
     assert rows[("ddp", "4")][:2] == ["625.00-1005.00", "62%-100%"]
     assert rows[("fsdp", "2")][0] == "625.00-1005.00" and rows[("fsdp", "4")] == ["625.00-1192.50", "52%-100%", "", ""]
+
+
+def test_uneven_epochs_are_no_speedup(tmp_path):
+    """156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices."""
+    write(tmp_path / "runs", base=record("baseline", batch=8, steps=6 * 19),
+          ddp=record("ddp", 2, 50, batch=8, steps=54))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert {row["run"]: row["speedup"] for row in rows} == {"base": "1.0", "ddp": ""} and "1 % more or less" in text
 
 
 def test_mfu_by_hand():
@@ -233,3 +254,19 @@ def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, strate
     assert seen == pytest.approx(counted * 2 * parameters, rel=0.07)
     if strategy in ("ddp", "fsdp"):
         assert seen == pytest.approx(report.bytes_sent(strategy, parameters, 2, reduce_scatter=2), rel=0.07)
+
+
+def test_commands_of_the_docs_work(tmp_path):
+    """Word for word, in a folder with the files that they name."""
+    (tmp_path / "report.py").symlink_to(ROOT / "report.py")
+    write(tmp_path / "runs", base=record("baseline"), ddp=record("ddp", 2, 60))
+    (tmp_path / "runs" / "check").mkdir()
+    link = {"bandwidth_bytes_per_second": 1e9, "latency_seconds": 1e-4}
+    (tmp_path / "runs" / "check" / "check.json").write_text(json.dumps(link))
+    (tmp_path / "times.csv").write_text("strategy,nodes,gpus_per_node,seconds\nbaseline,1,1,3m6.619s\n")
+    commands = re.findall(r"^python report.py.*$", (ROOT / "docs" / "report.md").read_text(), re.M)
+    assert len(commands) == 3
+    for command in commands:
+        (tmp_path / "report.md").unlink(missing_ok=True)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=os.environ | {"PATH": PATH}, capture_output=True)
+        assert done.returncode == 0 and (tmp_path / "report.md").exists(), done.stderr
