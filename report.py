@@ -35,20 +35,19 @@ def efficiency(speedup, devices):
     return speedup / devices
 
 
-def bytes_sent(strategy, parameters, devices, reduce_scatter=1):
+def bytes_sent(strategy, parameters, devices, gloo=False):
     """Bytes that each rank sends in a step, in fp32 and without accumulation; None for what no formula is known of.
 
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
     is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
-    of https://arxiv.org/abs/1910.02054. gloo has no reduce-scatter and does an all-reduce instead: reduce_scatter=2.
+    of https://arxiv.org/abs/1910.02054. A model without layers, as the LSTM, FSDP gathers only once. gloo has no
+    reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a reduce, 1.5 times.
     """
-    gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp": 2, "zero3": 2}
     if strategy == "baseline":
         return 0
-    if strategy not in gathers:
-        return None
-    scatters = 1 if strategy == "ddp" else reduce_scatter  # DDP asks for an all-reduce, whatever the library
-    return (gathers[strategy] + scatters) * (devices - 1) / devices * 4 * parameters
+    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": 2}.get(strategy)
+    scatters = {"zero2": 1.5, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
+    return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
 
 
 def bytes_held(strategy, parameters, devices):
@@ -247,7 +246,7 @@ def find_baseline(cell, cells):
     if not pd.isna(cell["samples_trained"]):
         base = base[(base["samples_trained"] / cell["samples_trained"] - 1).abs() <= 0.01]
     per_device = same(cell, base, ["per_device_batch_size", "gradient_accumulation_steps"])
-    for fixed, found in (("global batch", same(cell, base, ["global_batch_size"])), ("batch per device", per_device)):
+    for fixed, found in (("batch per device", per_device), ("global batch", same(cell, base, ["global_batch_size"]))):
         if len(found):
             if pd.isna(cell["global_batch_size"]):
                 fixed = "not known"
@@ -274,8 +273,9 @@ def length(spans):
 
 
 def time_shares(trace):
-    """Shares of the traced steps of one rank (traces/profile_RANK.json): communication that computation hides,
-    communication in the open, loading data, and the rest. Raises ValueError or KeyError for what is no such trace.
+    """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1: computation alone, together
+    with communication, which it hides, communication alone, loading data, and none of them: Python, and idleness.
+    Raises ValueError or KeyError for what is no such trace.
     """
     spans = {"step": [], "communication": [], "data": [], "kernel": [], "operator": []}
     for event in json.loads(Path(trace).read_text())["traceEvents"]:
@@ -297,10 +297,10 @@ def time_shares(trace):
     compute = clipped["kernel"] or clipped["operator"]  # on a GPU, an operator only launches
     both, communication = length(clipped["communication"] + compute), length(clipped["communication"])
     hidden = communication + length(compute) - both
-    data = length(clipped["communication"] + clipped["data"]) - communication
-    parts = {"communication, hidden": hidden, "communication, in the open": communication - hidden,
-             "loading data": data}
-    parts["compute and the rest"] = end - start - sum(parts.values())
+    loading = length(clipped["communication"] + clipped["data"])
+    busy = length(clipped["communication"] + clipped["data"] + compute)
+    parts = {"computation": busy - loading, "both at once": hidden, "communication": communication - hidden,
+             "loading data": loading - communication, "neither": end - start - busy}
     return {name: part / (end - start) for name, part in parts.items()}
 
 
@@ -347,7 +347,7 @@ def describe_work(group, folder, link, predict):
         "total": show(group["total_seconds"], "{:.1f}"), "samples/s": show(group["samples_per_second"], "{:,.1f}"),
         "peak MB": show(group["peak_memory_mb"], "{:,.0f}"), "MFU": show(group["mfu"], "{:.0%}"),
         "fixed": group["fixed"], "speedup": show(group["speedup"], "{:.2f}"),
-        "efficiency": show(group["efficiency"], "{:.0%}")})
+        "efficiency": show(group["efficiency"], "{:.0%}"), "median run": group["run"]})
     if not ((group["strategy"] == "baseline") & (group["devices"] == 1)).any():
         yield "No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work."
     elif group["speedup"].isna().any():
@@ -360,12 +360,12 @@ def describe_work(group, folder, link, predict):
         pairs = [(cell["strategy"], cell["parameters"], cell["devices"]) for _, cell in known.iterrows()]
         on_cpu = group["device_name"].iloc[0].startswith("CPU")
         peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
-        yield ("What the formulas say of a rank (fp32, without accumulation; a reduce-scatter that the library has, "
-               "which gloo does not; activations, and on a CPU the libraries, come on top of the memory):")
+        yield ("What the formulas say of a rank (fp32, without accumulation; sent over gloo on a CPU; activations, "
+               "and on a CPU the libraries, come on top of the memory):")
         yield table({
             "strategy": known["strategy"], "devices": known["devices"],
             "parameters": show(known["parameters"], "{:,.0f}"),
-            "MB sent a step": show([bytes_sent(*p) / 1e6 if ok and bytes_sent(*p) is not None else None
+            "MB sent a step": show([bytes_sent(*p, on_cpu) / 1e6 if ok and bytes_sent(*p) is not None else None
                                     for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
             "MB of parameters, gradients, Adam": show([bytes_held(*p) / 1e6 if ok and bytes_held(*p) else None
                                                        for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
@@ -387,12 +387,13 @@ def describe_prediction(group, link, predict):
         yield "No prediction: it needs a baseline in fp32 without accumulation, long enough for a samples_per_second."
         return
     base, rows = base.sort_values("per_device_batch_size").iloc[-1], []
+    on_cpu = base["device_name"].startswith("CPU")
     alone = base["global_batch_size"] / base["samples_per_second"]
     batch = same(base, group, ["per_device_batch_size", "gradient_accumulation_steps"])
     sizes = {2**i for i in range(1, int(math.log2(predict)) + 1)} | {predict} | set(batch["devices"]) - {1}
     for strategy in sorted(name for name in set(batch["strategy"]) if bytes_sent(name, 1, 2)):
         for devices in sorted(sizes):
-            best, worst = step_seconds(alone, bytes_sent(strategy, base["parameters"], devices), *link)
+            best, worst = step_seconds(alone, bytes_sent(strategy, base["parameters"], devices, on_cpu), *link)
             seen = batch[(batch["strategy"] == strategy) & (batch["devices"] == devices)]
             steps = (seen["global_batch_size"] / seen["samples_per_second"]).dropna()
             rows.append({"strategy": strategy, "devices": devices,

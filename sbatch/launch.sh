@@ -99,7 +99,8 @@ line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processe
 # clusters nothing below it: it passes the signal on to the ranks, the children of the launcher. The launcher ignores
 # them as far as it can, as it would die of them and take the ranks with it.
 # shellcheck disable=SC2016
-task='(trap "" USR1 TERM; exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
+task='trap "" USR1 TERM
+accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
 launcher=$!
 for signal in USR1 TERM; do trap "pkill -$signal -P $launcher" $signal; done
 while kill -0 $launcher 2>/dev/null; do wait $launcher; done
