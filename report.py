@@ -98,7 +98,7 @@ SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
         "global_batch_size"]
 FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb", "samples_trained"]
-NAMES = SAME_WORK + CELL + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks"]
+NAMES = SAME_WORK + CELL + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
 
 
 def parse_seconds(text):
@@ -138,6 +138,7 @@ def read_record(path, folder):
         "total_seconds": float(record["seconds"]["total"]),
         "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in record["ranks"]),
         "samples_trained": record["steps"] * record["global_batch_size"],
+        "log": find_log(path, record, folder),
         "torch": record["versions"]["torch"],
     }
     if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf and row["parameters"] > 0):
@@ -148,9 +149,17 @@ def read_record(path, folder):
     return row | {"tokens_per_second": row["tokens_per_second"] or None}
 
 
+def find_log(path, record, folder):
+    """The log of a run: a sweep's RUN.log, or what Slurm calls a job's by default; None if neither is known."""
+    log = path.parent.with_name(path.parent.name + ".log")
+    job = record.get("slurm_job_id")
+    return str(log.relative_to(folder)) if log.exists() else f"slurm-{job}.out" if job else None
+
+
 def read_runs(folder):
     """All runs below a folder, as rows, and a sentence for each file that is no record. What is planned (sweep.csv)
-    but not there is a row with a problem. Raises FileNotFoundError if there is nothing at all.
+    but not there is a row with a problem, and the workload of the sweep's other runs.
+    Raises FileNotFoundError if there is nothing at all.
     """
     rows, notes, found = [], [], set()
     for path in sorted(folder.rglob("run.json")):
@@ -168,7 +177,9 @@ def read_runs(folder):
                     run = str(path.relative_to(folder))
                     cell = {"strategy": planned["strategy"]} | {
                         name: int(planned[name]) for name in ("nodes", "gpus_per_node")}
-                    rows.append(cell | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
+                    others = [row for row in rows if Path(row["run"]).parent == Path(run).parent and not row["problem"]]
+                    work = {name: others[0][name] for name in SAME_WORK} if others else {}
+                    rows.append(cell | work | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
         except (ValueError, LookupError, TypeError, OSError) as reason:
             notes.append(f"skipped {plan}: no plan of a sweep ({type(reason).__name__}: {reason})")
     if not rows and not notes:
@@ -214,9 +225,9 @@ def make_cells(runs):
         row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
         rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(), "run": middle["run"],
                            "slowest": repeats["seconds"].max(), "parameters": middle["parameters"],
-                           "ranks": middle["ranks"], "loss_history": middle["loss_history"]})
+                           "ranks": middle["ranks"], "log": middle["log"], "losses": list(repeats["loss_history"])})
     cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + FIGURES + [
-        "repeats", "fastest", "slowest", "run", "parameters", "ranks", "loss_history"])
+        "repeats", "fastest", "slowest", "run", "parameters", "ranks", "log", "losses"])
     for name in ("fixed", "speedup", "efficiency"):
         cells[name] = pd.Series(dtype=object if name == "fixed" else float)
     for i, cell in cells.iterrows():
@@ -336,8 +347,8 @@ def name_work(cell):
                      for name, value in values.items())
 
 
-def describe_work(group, folder, link, predict):
-    """The sections of one workload, as Markdown."""
+def describe_work(group, missing, link, predict):
+    """The sections of one workload, as Markdown; `missing` are its runs that are no timings."""
     shapes = [shape(cell) for _, cell in group.iterrows()]
     spread = [f"{low:.2f}-{high:.2f}" for low, high in zip(group["fastest"], group["slowest"], strict=True)]
     yield table({
@@ -347,7 +358,11 @@ def describe_work(group, folder, link, predict):
         "total": show(group["total_seconds"], "{:.1f}"), "samples/s": show(group["samples_per_second"], "{:,.1f}"),
         "peak MB": show(group["peak_memory_mb"], "{:,.0f}"), "MFU": show(group["mfu"], "{:.0%}"),
         "fixed": group["fixed"], "speedup": show(group["speedup"], "{:.2f}"),
-        "efficiency": show(group["efficiency"], "{:.0%}"), "median run": group["run"]})
+        "efficiency": show(group["efficiency"], "{:.0%}"), "median run": group["run"], "log": group["log"]})
+    timed = {(cell["strategy"], shape(cell)) for _, cell in group.iterrows()}
+    lost = sorted({(run["strategy"], shape(run)) for _, run in missing.iterrows()} - timed)
+    if lost:
+        yield "Nothing to show of: " + ", ".join(f"{strategy} {size}" for strategy, size in lost) + "; see the end."
     if not ((group["strategy"] == "baseline") & (group["devices"] == 1)).any():
         yield "No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work."
     elif group["speedup"].isna().any():
@@ -370,7 +385,7 @@ def describe_work(group, folder, link, predict):
             "MB of parameters, gradients, Adam": show([bytes_held(*p) / 1e6 if ok and bytes_held(*p) else None
                                                        for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
             peak + " measured": show(known["peak_memory_mb"], "{:,.0f}")})
-        yield "The median runs and their ranks, as `time` prints them; a sweep's log of a run is the file RUN.log:"
+        yield "The median runs and their ranks, as `time` prints them:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
                      | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
@@ -457,17 +472,21 @@ def plot_work(group, folder, suffix):
                 axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
             axes.legend(fontsize=8)
             files.append(save(figure, folder / f"{name}{suffix}.png"))
-    curves = group[group["loss_history"].notna()]
-    if len(curves):
+    curves = [(cell, history) for _, cell in group.iterrows() for history in cell["losses"]
+              if isinstance(history, list)]
+    if curves:
         figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        for number, (_, cell) in enumerate(curves.iterrows()):
+        labels = set()
+        for number, (cell, history) in enumerate(curves):
             color, marker, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
-            steps, losses = zip(*cell["loss_history"], strict=True)
+            label = f"{cell['strategy']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}"
+            steps, losses = zip(*history, strict=True)
             samples = [step * cell["global_batch_size"] for step in steps]
             gap = max(1, len(steps) // 8)
             axes.plot(samples, losses, color=color, linestyle=line, linewidth=1, marker=marker, markersize=4,
                       markevery=(number % gap, gap), markerfacecolor="white" if cell["nodes"] > 1 else color,
-                      label=f"{cell['strategy']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}")
+                      label=None if label in labels else label)
+            labels.add(label)
         axes.set(xlabel="samples trained on", ylabel="training loss of a global batch")
         axes.legend(fontsize=7)
         files.append(save(figure, folder / f"loss{suffix}.png"))
@@ -552,9 +571,11 @@ def main():
     if differ:
         sections.append(f"These are {len(works)} workloads, never compared with each other; they differ in "
                         f"{', '.join(differ)}.")
+    others = runs[runs["problem"] != ""]
     for number, (_, group) in enumerate(works, 1):
         link = getattr(args, "link", None)
-        sections += [f"## {name_work(group.iloc[0])}", *describe_work(group, args.folder, link, args.predict)]
+        sections += [f"## {name_work(group.iloc[0])}",
+                     *describe_work(group, same(group.iloc[0], others, SAME_WORK), link, args.predict)]
         files = plot_work(group, args.output_dir, f"-{number}" if len(works) > 1 else "")
         sections += [" ".join(f"![{file}]({file})" for file in files)]
     shares, unread = describe_traces(args.folder) if args.folder else ([], [])
@@ -562,7 +583,6 @@ def main():
         sections += ["## Where the time of the profiled steps went", table(shares), "The traces open in "
                      "https://ui.perfetto.dev. Communication includes waiting for a slower rank: the rank that "
                      "waits least shows best what the transfer takes. Profiled runs are never used as timings."]
-    others = runs[runs["problem"] != ""]
     if len(others) or notes or unread:
         sections += ["## Not in the tables", "\n".join(
             [f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}" for _, run in others.iterrows()]
@@ -570,7 +590,7 @@ def main():
     text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)
     (args.output_dir / "report.md").write_text(text)
-    cells.drop(columns=["ranks", "loss_history"]).to_csv(args.output_dir / "report.csv", index=False)
+    cells.drop(columns=["ranks", "losses"]).to_csv(args.output_dir / "report.csv", index=False)
     print(f"written: {args.output_dir}/report.md, report.csv and the plots")
 
 

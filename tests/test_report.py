@@ -76,6 +76,7 @@ def test_medians_speedups_and_the_median_run(tmp_path):
     write(tmp_path / "runs", b1=record("baseline", seconds=90), b2=record("baseline", seconds=100),
           b3=record("baseline", seconds=130), d1=record("ddp", 2, 55, nodes=2), d2=record("ddp", 2, 60, nodes=2),
           d3=record("ddp", 2, 80, nodes=2))
+    (tmp_path / "runs" / "d2.log").touch()
     rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
     by = {row["strategy"]: row for row in rows}
     assert len(rows) == 2 and by["ddp"]["repeats"] == "3"
@@ -84,7 +85,11 @@ def test_medians_speedups_and_the_median_run(tmp_path):
     assert float(by["ddp"]["efficiency"]) == pytest.approx(100 / 60 / 2)
     assert (by["ddp"]["nodes"], by["ddp"]["gpus_per_node"], by["ddp"]["fixed"]) == ("2", "1", "batch per device")
     assert (by["ddp"]["run"], by["baseline"]["run"], by["baseline"]["fixed"]) == ("d2", "b2", "itself")
-    assert "55.00-80.00" in text and "1m58.544s" in text and "d2" in text and "501" in text
+    assert "55.00-80.00" in text and "1m58.544s" in text
+    [line] = [line for line in text.splitlines() if "55.00-80.00" in line]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells == ["ddp", "2 x 1", "64", "3", "60.00", "55.00-80.00", "70.0", "85.3", "501", "", "batch per device",
+                     "1.67", "83%", "d2", "d2.log"]
     for name in ("time", "speedup", "efficiency", "throughput", "memory", "loss"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
 
@@ -144,7 +149,7 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
                  f"skipped {folder}/nobody/run.json", f"skipped {folder}/cut/sweep.csv",
                  "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log"):
         assert line in text
-    assert "good (" not in text
+    assert "good (" not in text and "Nothing to show of: zero3 1 x 2; see the end." in text
 
 
 def test_hand_measured_times_alone(tmp_path):
