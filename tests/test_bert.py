@@ -132,7 +132,7 @@ def test_the_record_is_complete(runs):
     record = result.record
     mnist = set("""script strategy nodes processes devices device_name precision dynamo per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
-        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from versions git_commit
+        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
         slurm_job_id argv""".split())  # fmt: skip
     assert set(record) == mnist
     assert record["script"] == SCRIPT and record["parameters"] == sum(map(torch.numel, result.weights.values()))

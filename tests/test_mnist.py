@@ -95,7 +95,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     record = three.record
     fields = """script strategy nodes processes devices device_name precision dynamo per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
-        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from versions git_commit
+        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
         slurm_job_id argv"""
     assert set(record) == set(fields.split())
     assert record["global_batch_size"] == 63 and record["steps"] == 30 and record["status"] == "completed"

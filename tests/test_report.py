@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, launch
 from test_bert import TINY
 
 import report
@@ -277,3 +277,17 @@ def test_commands_of_the_docs_work(tmp_path):
         (tmp_path / "report.md").unlink(missing_ok=True)
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=os.environ | {"PATH": PATH}, capture_output=True)
         assert done.returncode == 0 and (tmp_path / "report.md").exists(), done.stderr
+
+
+def test_profiled_runs_show_where_time_goes(tmp_path):
+    flags = ["--dataset", "digits", "--profile", "--max_train_steps"]
+    run = launch("ddp", "train_mnist_rnn.py", tmp_path / "runs" / "ddp", *flags, 20)
+    assert run.record["profiled"]
+    for rank in (0, 1):
+        shares = report.time_shares(run.folder / "traces" / f"profile_{rank}.json")
+        assert sum(shares.values()) == pytest.approx(1) and shares["communication"] + shares["both at once"] > 0.01
+        assert shares["computation"] > 0.01 and shares["loading data"] > 0 and min(shares.values()) >= 0
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert rows == [] and "| ddp " in text and "profiled: not a timing" in text
+    short = launch("ddp", "train_mnist_rnn.py", tmp_path / "short", *flags, 16, ok=False)
+    assert short.error_line() == "error: --profile needs 17 steps, and this run has 16"
