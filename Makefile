@@ -6,6 +6,7 @@ PINNED := $(shell cat .venv/installed 2>/dev/null)
 CONSTRAINTS ?= $(or $(PINNED),$(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')"))
 BIN := .venv/bin
 REPEATS = 2
+STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
 DIGITS = train_mnist_rnn.py --dataset digits --num_epochs 30
 TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch --learning_rate 1e-3 --dropout 0 \
@@ -45,8 +46,9 @@ test-faults: dev  ## break runs on a two-node Slurm in every way, and print what
 
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
 	export PATH=$(abspath $(BIN)):$$PATH && \
-	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/mnist $(DIGITS) && \
-	sbatch/sweep.sh --local --repeats $(REPEATS) --output_dir $(SWEEP)/bert $(TINY) --max_train_samples 112 --num_epochs 8 && \
+	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
+	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
+	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) --max_train_samples 112 --num_epochs 8 && \
 	python report.py $(SWEEP) --output_dir $(SWEEP)
 
 lint: dev  ## check the style
