@@ -76,7 +76,7 @@ def requeue(job):
 def signal_the_tasks_only(job):
     """USR1 as Slurm delivers it where it tracks processes by cgroups: to a node's task, not to what that started."""
     for node in ("n1", "n2"):
-        job.cluster.on(node, "pkill", "-USR1", "-f", "^[^ ]*bash -c .trap")
+        job.cluster.on(node, "pkill", "-USR1", "-f", "^[^ ]*bash -c trap")
 
 
 def reach_the_time_limit(job):
