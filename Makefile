@@ -41,7 +41,7 @@ train-bert: setup  ## train a tiny BERT from scratch on the test data's question
 test: dev  ## run the tests
 	$(BIN)/python -m pytest
 
-test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 10 minutes
+test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 12 minutes
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_faults.py
 
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report

@@ -372,18 +372,18 @@ def describe_work(group, missing, link, predict):
     known = group[group["parameters"].notna()]
     if len(known):
         fp32 = (known["precision"] == "no") & (known["gradient_accumulation_steps"] == 1)
-        pairs = [(cell["strategy"], cell["parameters"], cell["devices"]) for _, cell in known.iterrows()]
         on_cpu = group["device_name"].iloc[0].startswith("CPU")
+        sizes = list(zip(known["strategy"], known["parameters"], known["devices"], strict=True))
+        sent = pd.Series([bytes_sent(*size, on_cpu) for size in sizes], known.index, float).where(fp32)
+        held = pd.Series([bytes_held(*size) for size in sizes], known.index, float).where(fp32)
         peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
         yield ("What the formulas say of a rank (fp32, without accumulation; sent over gloo on a CPU; activations, "
                "and on a CPU the libraries, come on top of the memory):")
         yield table({
             "strategy": known["strategy"], "devices": known["devices"],
             "parameters": show(known["parameters"], "{:,.0f}"),
-            "MB sent a step": show([bytes_sent(*p, on_cpu) / 1e6 if ok and bytes_sent(*p) is not None else None
-                                    for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
-            "MB of parameters, gradients, Adam": show([bytes_held(*p) / 1e6 if ok and bytes_held(*p) else None
-                                                       for p, ok in zip(pairs, fp32, strict=True)], "{:,.2f}"),
+            "MB sent a step": show(sent / 1e6, "{:,.2f}"),
+            "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
             peak + " measured": show(known["peak_memory_mb"], "{:,.0f}")})
         yield "The median runs and their ranks, as `time` prints them:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
@@ -463,8 +463,7 @@ def plot_work(group, folder, suffix):
             ideal = {"speedup": lambda p: p, "efficiency": lambda p: 1}.get(name)
             if ideal:
                 ends = [1, group["devices"].max()]
-                points = [ends[0] * (ends[1] / ends[0]) ** (i / 50) for i in range(51)]
-                axes.plot(points, [ideal(p) for p in points], color="0.6", linewidth=1, label="ideal", zorder=0)
+                axes.plot(ends, [ideal(p) for p in ends], color="0.6", linewidth=1, label="ideal", zorder=0)
             if name == "speedup":  # on two logarithmic axes the ideal is a straight line
                 axes.set_yscale("log", base=2)
                 axes.yaxis.set_major_formatter("{x:g}")

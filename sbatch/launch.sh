@@ -18,7 +18,7 @@ fail() {
 warned='' stopped=''
 trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
 trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job, and knows why
-site() {
+site() { # a function, as conda would take the arguments of this script for its own
     set +u # what modules and conda read is not always set
     source sbatch/site.sh
 }

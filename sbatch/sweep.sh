@@ -19,7 +19,7 @@ fail() {
 }
 
 [ -f sbatch/launch.sh ] || fail "run this from the project's root, as sbatch/sweep.sh"
-site() {
+site() { # a function, as conda would take the arguments of this script for its own
     set +u # what modules and conda read is not always set
     source sbatch/site.sh
 }

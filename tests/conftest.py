@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU processes, also where there is a GPU
 CACHE = tempfile.TemporaryDirectory()  # of tokenised questions; no test needs a network, or the user's own cache
 os.environ |= {"HF_HOME": CACHE.name, "HF_HUB_OFFLINE": "1"}
+os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs and shells run the tests' own python
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
 

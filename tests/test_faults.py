@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, Result
 
-SCRIPT = "train_mnist_rnn.py"
 FLAGS = ["--dataset", "digits", "--num_epochs", "40", "--per_device_train_batch_size", "20"]  # 35 steps an epoch
 STEPS, TIMEOUT = 1400, 15
 Step = namedtuple("Step", "time number")

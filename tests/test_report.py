@@ -2,23 +2,20 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, launch
+from conftest import ROOT, launch, run
 from test_bert import TINY
 
 import report
 
-PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-
 
 def run_report(*words):
-    done = subprocess.run([sys.executable, "report.py", *map(str, words)], cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    done = run([sys.executable, "report.py", *map(str, words)])
+    return done.code, done.out, done.err
 
 
 def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
@@ -249,7 +246,7 @@ def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, strate
         before, folder = sent(), tmp_path / str(steps)
         flags = [*TINY, "--per_device_train_batch_size", "8", "--max_train_steps", steps, "--output_dir", folder]
         job = cluster.submit(f"--output={folder}.log", "sbatch/2node.sh", f"accelerate_configs/{strategy}.yaml",
-                             "train_bert_squad.py", *flags, cwd=ROOT, env={"PATH": PATH, "OMP_NUM_THREADS": "1"})
+                             "train_bert_squad.py", *flags, cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
         assert cluster.wait(job) == "COMPLETED"
         totals.append(sent() - before)
     parameters = json.loads((folder / "run.json").read_text())["parameters"]
@@ -275,16 +272,16 @@ def test_commands_of_the_docs_work(tmp_path):
     assert len(commands) == 3
     for command in commands:
         (tmp_path / "report.md").unlink(missing_ok=True)
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=os.environ | {"PATH": PATH}, capture_output=True)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
         assert done.returncode == 0 and (tmp_path / "report.md").exists(), done.stderr
 
 
 def test_profiled_runs_show_where_time_goes(tmp_path):
     flags = ["--dataset", "digits", "--profile", "--max_train_steps"]
-    run = launch("ddp", "train_mnist_rnn.py", tmp_path / "runs" / "ddp", *flags, 20)
-    assert run.record["profiled"]
+    traced = launch("ddp", "train_mnist_rnn.py", tmp_path / "runs" / "ddp", *flags, 20)
+    assert traced.record["profiled"]
     for rank in (0, 1):
-        shares = report.time_shares(run.folder / "traces" / f"profile_{rank}.json")
+        shares = report.time_shares(traced.folder / "traces" / f"profile_{rank}.json")
         assert sum(shares.values()) == pytest.approx(1) and shares["communication"] + shares["both at once"] > 0.01
         assert shares["computation"] > 0.01 and shares["loading data"] > 0 and min(shares.values()) >= 0
     rows, text = cells_of(tmp_path / "runs", tmp_path / "out")

@@ -2,24 +2,21 @@
 
 import csv
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, launch
 from test_bert import TINY
 
 BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
-PYTHON = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 DIGITS = ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "2", "--per_device_train_batch_size", "64"]
 
 
 def submit(cluster, folder, *words, env=None, cwd=ROOT):
     """The job's id; its log is `folder`/JOB.log."""
-    return cluster.submit(f"--output={folder}/%j.log", *words, cwd=cwd, env=PYTHON | (env or {}))
+    return cluster.submit(f"--output={folder}/%j.log", *words, cwd=cwd, env=env)
 
 
 def finish(cluster, folder, job, state="COMPLETED"):
@@ -157,7 +154,7 @@ def test_two_jobs_never_write_into_one_folder(cluster, project, tmp_path):
 
 
 def sweep(cluster, *words):
-    return cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, env=PYTHON, check=False, timeout=200)
+    return cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, check=False, timeout=200)
 
 
 def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
@@ -206,8 +203,7 @@ def test_sweep_dry_run_lists_jobs_and_gpu_hours(cluster, tmp_path):
     (["--minutes"], "--minutes needs a value"),
 ])
 def test_sweep_refuses_with_one_line(words, message):
-    done = subprocess.run(["sbatch/sweep.sh", "--dry_run", *words], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | PYTHON)
+    done = subprocess.run(["sbatch/sweep.sh", "--dry_run", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
@@ -215,7 +211,7 @@ def test_local_sweep_outlives_a_run_that_fails(tmp_path):
     """Without Slurm. A per-device batch of 1000 is too large for two devices, not for one."""
     words = ["--local", "--repeats", "1", "--strategies", "baseline ddp", "--output_dir", tmp_path / "s", *DIGITS[:3]]
     done = subprocess.run(["sbatch/sweep.sh", *words, "--num_epochs", "1", "--per_device_train_batch_size", "1000"],
-                          cwd=ROOT, capture_output=True, text=True, env=os.environ | PYTHON)
+                          cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "ddp-1x2-r1 failed: error: the global batch of 2000" in done.stdout
     report = (tmp_path / "s" / "report.md").read_text()
