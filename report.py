@@ -40,12 +40,13 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
 
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
     is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
-    of https://arxiv.org/abs/1910.02054. A model without layers, as the LSTM, FSDP gathers only once. gloo has no
-    reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a reduce, 1.5 times.
+    of https://arxiv.org/abs/1910.02054. Only once where the model has no layers, as FSDP with the LSTM, or fits into
+    the 10 million parameters that ZeRO-3 is told to gather ahead: it is then still there for the backward pass. gloo
+    has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a reduce, 1.5 times.
     """
     if strategy == "baseline":
         return 0
-    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": 2}.get(strategy)
+    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": 1 if parameters <= 10e6 else 2}.get(strategy)
     scatters = {"zero2": 1.5, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
 
@@ -63,21 +64,37 @@ def bytes_held(strategy, parameters, devices):
     return (whole[strategy] + sharded[strategy] / devices) * parameters
 
 
+def bytes_of_activations(tokens, layers, hidden_size, intermediate_size):
+    """Bytes that the layers of a transformer keep for the backward pass, in fp32, for a micro-batch of `tokens`.
+
+    Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value; attention's output; the input
+    of both normalisations, and the output of the first) and 2 of intermediate_size: what equation 1 of
+    https://arxiv.org/abs/2205.05198 counts, at 4 bytes instead of 2, with fused attention, which keeps no scores, and
+    without dropout, whose masks are 2 bytes more per token and hidden unit.
+    """
+    return 4 * tokens * layers * (8 * hidden_size + 2 * intermediate_size)
+
+
 # Peak FLOP/s without sparsity, by precision, from NVIDIA's data sheets; "no" is TF32, which the scripts turn on.
 # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
 # https://www.nvidia.com/en-us/data-center/h100/ and https://www.nvidia.com/en-us/data-center/h200/
 PEAK = {"A100": {"bf16": 312e12, "fp16": 312e12, "no": 156e12},
         "H100 80GB HBM3": {"bf16": 989e12, "fp16": 989e12, "no": 494e12},
+        "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "no": 417e12},
         "H200": {"bf16": 989e12, "fp16": 989e12, "no": 494e12}}
 
 
 def flops_utilization(row):
-    """MFU: 6 FLOPs a parameter and token (https://arxiv.org/abs/2001.08361, section 2.1), of the devices' peak."""
+    """MFU: of the devices' peak, 6 FLOPs a token and parameter of the layers: https://arxiv.org/abs/2001.08361, section
+    2.1, with its parameters, that is without embeddings; products of queries and keys are not counted.
+    """
     peaks = [peak[row["precision"]] for name, peak in PEAK.items()
              if name in row["device_name"] and row["precision"] in peak]
-    if not peaks or not row["tokens_per_second"]:
+    if not peaks or not row["tokens_per_second"] or pd.isna(row["layers"]):
         return None
-    return 6 * row["parameters"] * row["tokens_per_second"] / (peaks[0] * row["devices"])
+    hidden = row["hidden_size"]
+    parameters = row["layers"] * (4 * hidden * hidden + 2 * hidden * row["intermediate_size"])
+    return 6 * parameters * row["tokens_per_second"] / (peaks[0] * row["devices"])
 
 
 def step_seconds(alone, sent, bandwidth, latency):
@@ -97,8 +114,9 @@ SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_
              "dynamo", "device_name", "torch"]
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
         "global_batch_size"]
+ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
 FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb", "samples_trained"]
-NAMES = SAME_WORK + CELL + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
+NAMES = SAME_WORK + CELL + ARCHITECTURE + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
 
 
 def parse_seconds(text):
@@ -223,10 +241,11 @@ def make_cells(runs):
         median = repeats["seconds"].median()
         middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # the median run, or one beside it
         row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
+        row |= {name: middle[name] for name in ARCHITECTURE}
         rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(), "run": middle["run"],
                            "slowest": repeats["seconds"].max(), "parameters": middle["parameters"],
                            "ranks": middle["ranks"], "log": middle["log"], "losses": list(repeats["loss_history"])})
-    cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + FIGURES + [
+    cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + ARCHITECTURE + FIGURES + [
         "repeats", "fastest", "slowest", "run", "parameters", "ranks", "log", "losses"])
     for name in ("fixed", "speedup", "efficiency"):
         cells[name] = pd.Series(dtype=object if name == "fixed" else float)
@@ -322,7 +341,7 @@ in a step as the baseline, so the global batch grows with the devices, an epoch 
 otherwise. *Global batch*: the same steps, losses and weights as the baseline, each device with its part of the batch.
 *Not known*: measured by hand; you answer for the work being the same. The baseline is one device; speedup = its time /
 time, efficiency = speedup / devices. Times are the medians of `seconds.train` over the repeats. Samples/s leaves out
-the warm-up; MFU does not, and counts embeddings as if they computed, so it is a little high."""
+the warm-up; MFU does not."""
 
 
 def table(columns):
@@ -376,14 +395,18 @@ def describe_work(group, missing, link, predict):
         sizes = list(zip(known["strategy"], known["parameters"], known["devices"], strict=True))
         sent = pd.Series([bytes_sent(*size, on_cpu) for size in sizes], known.index, float).where(fp32)
         held = pd.Series([bytes_held(*size) for size in sizes], known.index, float).where(fp32)
+        tokens = known["per_device_batch_size"] * known["sequence_length"]
+        kept = bytes_of_activations(tokens, *(known[name].astype(float) for name in ARCHITECTURE)).where(fp32)
         peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
-        yield ("What the formulas say of a rank (fp32, without accumulation; sent over gloo on a CPU; activations, "
-               "and on a CPU the libraries, come on top of the memory):")
+        yield ("What the formulas say of a rank (fp32, without accumulation; sent over gloo on a CPU). Activations are "
+               "those of the layers of a transformer, for windows of full length and without dropout; on a CPU the "
+               "libraries come on top of the memory:")
         yield table({
             "strategy": known["strategy"], "devices": known["devices"],
             "parameters": show(known["parameters"], "{:,.0f}"),
             "MB sent a step": show(sent / 1e6, "{:,.2f}"),
             "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
+            "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
             peak + " measured": show(known["peak_memory_mb"], "{:,.0f}")})
         yield "The median runs and their ranks, as `time` prints them:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]

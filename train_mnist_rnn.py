@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -453,6 +454,14 @@ class Progress:
     places: int = 0  # the same, padding counted
 
 
+def device_name():
+    """The model of the GPU, or of the CPU where there is none: runs on another are not to be compared."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())  # not there on ARM
+    return f"CPU ({models[0] if models else platform.machine()})"
+
+
 class Run:
     """A run as it was asked for, how far it is, its stopwatch and its record. Sizes are in samples and steps."""
 
@@ -491,7 +500,7 @@ class Run:
         also = ("per_device_batch_size", "gradient_accumulation_steps", "precision", "dynamo")
         self.record = same | {name: workload[name] for name in also} | {
             "script": Path(__file__).name,
-            "device_name": torch.cuda.get_device_name() if gpus else f"CPU ({platform.machine()})",
+            "device_name": device_name(),
             "global_batch_size": self.global_batch_size,
             "workload": workload,
             "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}

@@ -96,6 +96,12 @@ fi
 mkdir -p "$folder" || exit 1
 # The plan, so that the report also shows what is missing.
 echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
+if [ -n "$local" ]; then # Slurm's jobs get their lines with their numbers, below
+    for cell in "${cells[@]}"; do
+        read -r strategy nodes gpus repeat <<<"$cell"
+        echo "$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat," >>"$folder/sweep.csv"
+    done
+fi
 jobs=()
 for cell in "${cells[@]}"; do
     read -r strategy nodes gpus repeat <<<"$cell"
@@ -103,7 +109,6 @@ for cell in "${cells[@]}"; do
     flags=("$@" --output_dir "$folder/$run")
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size $((global_batch / nodes / gpus)))
     if [ -n "$local" ]; then
-        job=''
         echo "$(date +%T) $run; its output goes to $folder/$run.log"
         processes=$gpus
         [ "$strategy" != dp ] || processes=1 # one process, and all the GPUs that it sees
@@ -119,8 +124,8 @@ for cell in "${cells[@]}"; do
             sbatch/1node.sh "accelerate_configs/$strategy.yaml" "$script" "${flags[@]}") &&
             jobs+=("${job%%;*}") || job=refused
         echo "$run: job $job"
+        echo "$run,$strategy,$nodes,$gpus,$repeat,$job" >>"$folder/sweep.csv"
     fi
-    echo "$run,$strategy,$nodes,$gpus,$repeat,$job" >>"$folder/sweep.csv"
 done
 report=(python report.py "$folder" --output_dir "$folder")
 if [ -n "$local" ]; then
