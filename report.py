@@ -40,13 +40,14 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
 
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
     is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
-    of https://arxiv.org/abs/1910.02054. Only once where the model has no layers, as FSDP with the LSTM, or fits into
-    the 10 million parameters that ZeRO-3 is told to gather ahead: it is then still there for the backward pass. gloo
-    has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a reduce, 1.5 times.
+    of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that the scripts let it hold at
+    a time: the last of the forward pass are the first of the backward pass. A model without layers, as the LSTM, FSDP
+    gathers only once. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a
+    reduce, 1.5 times.
     """
     if strategy == "baseline":
         return 0
-    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": 1 if parameters <= 10e6 else 2}.get(strategy)
+    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
     scatters = {"zero2": 1.5, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
 
@@ -526,8 +527,10 @@ def plot_points(axes, group, column):
             strong = fixed == "global batch"
             label = ", ".join([strategy] + ["several nodes"] * many + ["global batch fixed"] * strong)
             line = ":" if strong else line
-            axes.plot(points["devices"], points[column], color=color, marker=marker, linestyle=line, linewidth=1,
-                      label=label, markerfacecoloralt="white",
+            x, y = list(points["devices"]), list(points[column])
+            start = [1] if column in ("speedup", "efficiency") and 1 not in x else []  # the baseline's, by definition
+            axes.plot(start + x, start + y, color=color, marker=marker, linestyle=line, linewidth=1, label=label,
+                      markevery=slice(len(start), None), markerfacecoloralt="white",
                       fillstyle="none" if many else "left" if strong else "full")
             if column == "seconds":
                 axes.vlines(points["devices"], points["fastest"], points["slowest"], color=color, linewidth=1)
