@@ -40,9 +40,9 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
 
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
     is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
-    of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that the scripts let it hold at
-    a time: the last of the forward pass are the first of the backward pass. A model without layers, as the LSTM, FSDP
-    gathers only once. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a
+    of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that the scripts let it hold
+    at a time: the last of the forward pass are the first of the backward pass. A model without layers, as the LSTM,
+    FSDP gathers only once. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a
     reduce, 1.5 times.
     """
     if strategy == "baseline":

@@ -1,4 +1,4 @@
-"""What README.md and the requirement files promise."""
+"""What README.md, the docs and the requirement files promise."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from conftest import ROOT, run
 from packaging.requirements import Requirement
 
 README = (ROOT / "README.md").read_text()
-TEXTS = README + (ROOT / "docs" / "cluster.md").read_text()
+TEXTS = README + "".join((ROOT / "docs" / name).read_text() for name in ("cluster.md", "scripts.md"))
 LINES = [line for block in re.findall(r"```\n(.*?)```", TEXTS, re.S) for line in block.splitlines()]
 COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerate|make|python|source|sbatch", line)]
 # What runs the commands that are not `accelerate launch`: .ci/run, or the tests named here.
@@ -71,9 +71,10 @@ def test_no_command_is_left_to_rot():
             assert command in script if place == ".ci/run" else place in globals(), command
 
 
-def test_readme_links_to_files_that_exist():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_links_lead_to_files_that_exist():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 def requirements(name):
