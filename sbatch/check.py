@@ -62,26 +62,26 @@ def main():
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"
     ranks = gather_object([{"rank": state.process_index, "host": socket.gethostname(), "device": device,
                             "torch_sees": torch.cuda.device_count(), "cores": len(os.sched_getaffinity(0))}])
-    if state.is_main_process:
-        for rank in ranks:
-            print("rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)".format(**rank))
+    say = print if state.is_main_process else lambda line: None  # state.print says it once a node
+    for rank in ranks:
+        say("rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)".format(**rank))
     backend = torch.distributed.get_backend() if world > 1 else None
     versions = {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate.__version__,
                 "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None}
-    state.print(f"backend {backend}, " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    say(f"backend {backend}, " + ", ".join(f"{name} {version}" for name, version in versions.items()))
 
     rows = []
     if world == 1:
-        state.print("one process has nobody to talk to: ask for two nodes, or two GPUs")
+        say("one process has nobody to talk to: ask for two nodes, or two GPUs")
     else:
-        state.print(f"all-reduce over {world} ranks:\n{'bytes':>12} {'time in ms':>12} {'GB/s':>8}")
+        say(f"all-reduce over {world} ranks:\n{'bytes':>12} {'time in ms':>12} {'GB/s':>8}")
     for size in SIZES if world > 1 else []:
         seconds = measure(state, size)
         # Bus bandwidth, what the slowest link carries: each rank sends and receives 2 (n - 1) / n of the bytes.
         # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         bandwidth = size * 2 * (world - 1) / world / seconds
         rows.append({"bytes": size, "seconds": seconds, "bytes_per_second": bandwidth})
-        state.print(f"{size:12,} {seconds * 1000:12.3f} {bandwidth / 1e9:8.3f}")
+        say(f"{size:12,} {seconds * 1000:12.3f} {bandwidth / 1e9:8.3f}")
     record = {
         "status": "completed",
         "nodes": len({rank["host"] for rank in ranks}),
@@ -98,7 +98,7 @@ def main():
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "check.json").write_text(json.dumps(record, indent=1) + "\n")
-        print(f"fit: {record['nodes']} node(s), {world} process(es); record: {folder}/check.json")
+        say(f"fit: {record['nodes']} node(s), {world} process(es); record: {folder}/check.json")
     state.destroy_process_group()
 
 

@@ -134,6 +134,7 @@ def test_check_measures_the_link(cluster, tmp_path):
     record = json.loads((tmp_path / "check" / "check.json").read_text())
     assert (record["nodes"], record["processes"], record["backend"]) == (2, 2, "gloo")
     assert [rank["host"] for rank in record["ranks"]] == ["n1", "n2"] and "rank 1  n2  CPU" in log
+    assert log.count("backend gloo") == log.count("67,108,864") == log.count("fit: ") == 1, "said once, not once a node"
     sizes = [row["bytes"] for row in record["all_reduce"]]
     assert sizes == sorted(sizes) and sizes[0] == 4 and sizes[-1] == 2**26
     for row in record["all_reduce"]:  # two ranks: each sends as many bytes as there are

@@ -1,0 +1,262 @@
+"""docs/troubleshooting.md: each symptom appears, and each fix removes it. What is printed is read from the page."""
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import transformers
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from conftest import ROOT, run
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+ENTRIES = {title: " ".join(text.split()) for title, text in re.findall(r"^### (.+)\n((?:(?!##).*\n?)*)", PAGE, re.M)}
+COMMANDS = [line for block in re.findall(r"```\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
+FOLDER = "tests/troubleshooting"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+TEXTS = r"(`[^`]+`(?: and `[^`]+`)?)"
+Shown = namedtuple("Shown", "name strategy wrong fixed both")
+SHOWN = [
+    Shown(name, strategy, *(re.findall("`([^`]+)`", texts) for texts in printed))
+    for name, strategy, *printed in re.findall(
+        r"\[`(\w+\.\w+)`\]\(\.\./tests/troubleshooting/\1\), `(\w+)\.yaml`: "
+        rf"{TEXTS}; with `--fix`: {TEXTS}(?:\. Both: {TEXTS})?", " ".join(PAGE.split()))
+]
+SCRIPTS = {shown.name: shown for shown in SHOWN}
+# Both ranks hang and end with an error, so nothing can run after them, and their short timeout is not for others.
+HANGS = [f"{FOLDER}/{name}" for name in ("hang_uneven.py", "hang_rank_0.py")]
+# What the page says of ZeRO besides.
+NO_CLIPPING = f"ACCELERATE_GRADIENT_CLIPPING=0.0 {FOLDER}/zero_clips.py"
+NO_GATHERING = f"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=false {FOLDER}/zero3_save.py --fix"
+
+
+def at_once(*calls):
+    """The results of several calls; while one waits, the other computes."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def launch(*words, env=None):
+    return run([*ACCELERATE, *map(str, words)], env=env)
+
+
+def on_two_ranks(strategy, *words, env=None):
+    yaml = f"accelerate_configs/{strategy}.yaml"
+    return partial(launch, "--config_file", yaml, "--main_process_port", 0, *words, env=env)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """command -> what it prints on both ranks, with the error that ends it. One launch for all of a strategy."""
+    groups = {"zero3": [NO_CLIPPING, NO_GATHERING], "fsdp": [], "ddp": [], "ddp, hangs": []}
+    for shown in SHOWN:
+        script = f"{FOLDER}/{shown.name}"
+        if script in HANGS:
+            groups["ddp, hangs"] += [f"{script} --fix"]
+        elif script.endswith(".py"):
+            groups[shown.strategy] += [script, f"{script} --fix"]
+    # A script that ends in an error may leave DDP in the middle of something, so it is the last one.
+    groups["ddp"].sort(key=lambda command: command.endswith("unused.py"))
+    folders = {group: tmp_path_factory.mktemp("printed") for group in groups}
+    launches = [on_two_ranks(group.split(",")[0], "tests/together.py", folders[group], *commands,
+                             env={"TMPDIR": str(folders[group])}) for group, commands in groups.items()]
+    results = at_once(*launches, *(on_two_ranks("ddp", hang) for hang in HANGS))
+    texts = {hang: result.out + result.err for hang, result in zip(HANGS, results[len(launches) :], strict=True)}
+    for result, (group, commands) in zip(results, groups.items(), strict=False):
+        assert result.code == 0, result.err
+        ranks = [json.loads((folders[group] / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+        texts |= {command: ranks[0][command] + ranks[1][command] for command in commands}
+    return {command: " ".join(text.split()) for command, text in texts.items()}
+
+
+def assert_symptom_and_fix(shown, before, after):
+    for text in shown.wrong:
+        assert text in before and text not in after, f"{text!r}\n\nwithout --fix:\n{before}\n\nwith it:\n{after}"
+    for text in shown.fixed:
+        assert text in after and text not in before, f"{text!r}\n\nwithout --fix:\n{before}\n\nwith it:\n{after}"
+    assert all(text in before and text in after for text in shown.both)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".py")])
+def test_symptom_and_fix(name, printed):
+    if name == "fsdp_new_head.py" and transformers.__version__ < "5":
+        pytest.skip("transformers 4 gives a new head its memory on all ranks")
+    assert_symptom_and_fix(SCRIPTS[name], printed[f"{FOLDER}/{name}"], printed[f"{FOLDER}/{name} --fix"])
+
+
+def test_each_process_prints_when_it_trains_alone(printed):
+    assert printed[f"{FOLDER}/alone.py"].count(SCRIPTS["alone.py"].wrong[0]) == 2
+
+
+def test_what_does_not_help_under_zero(printed):
+    [clipped] = SCRIPTS["zero_clips.py"].wrong
+    assert clipped in printed[NO_CLIPPING], "the zero of the YAML is heard now: entry 11 says otherwise"
+    assert "ValueError: Cannot get 16bit model weights" in printed[NO_GATHERING]
+
+
+def test_commands_of_the_page():
+    """Word for word; one after the other, as they take the default port."""
+    assert len(COMMANDS) == 2
+    before, after = (run(["bash", "-c", command]) for command in COMMANDS)
+    [name] = {re.search(r"(\w+\.py)", command)[1] for command in COMMANDS}
+    assert before.code == after.code == 0
+    assert_symptom_and_fix(SCRIPTS[name], before.out, after.out)
+
+
+def test_every_node_thinks_it_is_rank_0(cluster, tmp_path):
+    """And the entry on interfaces: with its own loopback for all, a node reaches nobody."""
+    script = "tests/troubleshooting/every_node_rank_0.sh"
+    assert f"`GLOO_SOCKET_IFNAME=lo sbatch {script} --fix`: `Gloo connectFullMesh failed`" in PAGE
+    runs = {"before": ([], {}), "after": (["--fix"], {}), "loopback": (["--fix"], {"GLOO_SOCKET_IFNAME": "lo"})}
+    jobs = {name: cluster.submit(f"--output={tmp_path}/{name}", script, *flags, cwd=ROOT,
+                                 env={"OMP_NUM_THREADS": "1", **env}) for name, (flags, env) in runs.items()}
+    states = {name: cluster.wait(job) for name, job in jobs.items()}
+    logs = {name: (tmp_path / name).read_text() for name in jobs}
+    assert states == {"before": "FAILED", "after": "COMPLETED", "loopback": "FAILED"}, logs
+    assert_symptom_and_fix(SCRIPTS["every_node_rank_0.sh"], logs["before"], logs["after"])
+    assert "Gloo connectFullMesh failed" in logs["loopback"] and "remote=[127.0.0.1]" in logs["loopback"]
+
+
+# ------------------------------------------------------------------------------------------------------- launchers
+
+
+def test_one_process_where_two_were_asked_for(tmp_path):
+    config = tmp_path / "multi_cpu.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
+    script = [f"{FOLDER}/alone.py", "--fix"]
+    for result in at_once(partial(launch, "--config_file", config, *script),
+                          partial(launch, "--cpu", "--num_processes", 2, *script)):
+        assert result.out.splitlines() == ["process 0 of 1; the launcher started 1"], result.err
+
+
+def test_a_port_in_use():
+    script = [f"{FOLDER}/alone.py", "--fix"]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", port]
+        nodes = ["--num_machines", 2, "--machine_rank", 0, "--main_process_ip", "127.0.0.1"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+        one, several, bare = at_once(partial(launch, *ddp, *script), partial(launch, *ddp, *nodes, *script),
+                                     partial(run, [*torchrun, *script]))
+    assert one.code == 0 and f"Port `{port}` is already in use" in one.err and "process 1 of 2" in one.out
+    message = f"Tried to launch distributed communication on port `{port}`, but another process is utilizing it"
+    assert message in several.err and message.replace(port, "29500") in PAGE and several.code
+    assert "EADDRINUSE" in bare.err and bare.code and not several.out + bare.out
+
+
+def parsed(*words):
+    """The launcher's arguments, from a YAML and a command line."""
+    args = _validate_launch_command(launch_command_parser().parse_args([*map(str, words), "train.py"]))[0]
+    args.deepspeed_fields_from_accelerate_config = ""  # which the launcher adds later
+    return args
+
+
+def test_settings_that_do_something_else(tmp_path, monkeypatch):
+    baseline = ["--config_file", "accelerate_configs/baseline.yaml"]
+    result = launch(*baseline, "--same_network", "false", f"{FOLDER}/alone.py")
+    assert re.search(r"can't open file '/\S*/false': \[Errno 2\] No such file or directory", result.err) and result.code
+
+    config = tmp_path / "config.yaml"
+    lines = "rdzv_backend: c10d\nsame_network: true\nmachine_rank: 0\nnum_machines: 2\n"
+    config.write_text((ROOT / "accelerate_configs" / "ddp.yaml").read_text() + lines)
+    args = parsed("--config_file", config)
+    assert (args.rdzv_backend, args.same_network, args.machine_rank) == ("static", False, 0)
+    args = parsed("--config_file", config, "--rdzv_backend", "c10d", "--machine_rank", 1)
+    assert (args.rdzv_backend, args.machine_rank) == ("c10d", 1)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert parsed(*baseline).num_cpu_threads_per_process == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert parsed(*baseline).num_cpu_threads_per_process == 4
+
+
+def test_reproducers_set_what_the_yaml_would(tmp_path):
+    """Three of them put into the environment what accelerate makes of lines that our YAMLs do not have."""
+    config = tmp_path / "config.yaml"
+
+    def environment(yaml, *lines):
+        config.write_text("\n".join([(ROOT / "accelerate_configs" / f"{yaml}.yaml").read_text(), *lines]))
+        args = parsed("--config_file", config, "--main_process_port", 0)
+        return prepare_multi_gpu_env(args) if yaml == "fsdp" else prepare_deepspeed_cmd_env(args)[1]
+
+    env = environment("zero3", "  gradient_accumulation_steps: 1", "  gradient_clipping: 0.0")
+    assert (env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], env["ACCELERATE_GRADIENT_CLIPPING"]) == ("1", "0.0")
+    env = environment("zero3", "  zero3_save_16bit_model: false")
+    assert env["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "false"
+    env = environment("zero3")
+    assert not {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"} & set(env)
+    assert environment("fsdp")["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    config.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    env = prepare_multi_gpu_env(parsed("--config_file", config, "--main_process_port", 0))
+    assert env["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true", "the default"
+
+
+def test_zero_on_several_nodes_without_the_standard_launcher(tmp_path):
+    """This node is the only one that is there, and does not miss the other."""
+    config = tmp_path / "zero3.yaml"
+    lines = (ROOT / "accelerate_configs" / "zero3.yaml").read_text().splitlines()
+    config.write_text("\n".join(line for line in lines if "multinode" not in line))
+    nodes = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"]
+    args = parsed("--config_file", config, *nodes)
+    command, _ = prepare_deepspeed_cmd_env(args)
+    assert command[0] == "deepspeed" and "pdsh" in command
+    args = parsed("--config_file", "accelerate_configs/zero3.yaml", *nodes)
+    assert prepare_deepspeed_cmd_env(args)[0] is None and (args.nnodes, args.nproc_per_node) == ("2", "1")
+
+    script = [f"{ROOT}/tests/probe.py", "--output_dir", str(tmp_path)]
+    done = subprocess.run([*ACCELERATE, "--config_file", str(config), *nodes, *script], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Unable to find hostfile, will proceed with training with local resources only" in done.stdout + done.stderr
+    assert json.loads((tmp_path / "rank_0.json").read_text())["WORLD_SIZE"] == "1"
+    assert "PATH=" in (tmp_path / ".deepspeed_env").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------- the page
+
+
+def test_every_entry_is_proven():
+    assert len(ENTRIES) >= 14
+    for title, text in ENTRIES.items():
+        parts = [text.find(f"- **{label}") for label in ("Symptom:**", "Cause:**", "Fix:**", "Here:**")]
+        assert -1 < parts[0] < parts[1] < parts[2] < parts[3], title
+        proof = text[parts[3]:].split("- **")[-1]
+        proven = "`tests/test_troubleshooting.py::" in proof or any(name in proof for name in SCRIPTS)
+        assert proven or "Not shown on a CPU:**" in proof and "](https://" in text, title
+    written = {path.name for path in (ROOT / FOLDER).glob("*.*")} - {"without_gpu.py"}
+    assert written == set(SCRIPTS), "each script is shown by an entry, with what it prints"
+    assert set(re.findall(r"tests/troubleshooting/(\w+\.\w+)", PAGE)) <= written
+
+
+def test_what_the_page_names_is_there():
+    for file, name in re.findall(r"`tests/(\w+\.py)::(\w+)`", PAGE):
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+    files = [path for pattern in ("*.py", "*/*.yaml", "sbatch/*") for path in ROOT.glob(pattern) if path.is_file()]
+    source = "\n".join(path.name + "\n" + path.read_text() for path in files)
+    for title, text in ENTRIES.items():
+        here = text.split("- **Here:**")[1].split("- **")[0]
+        for name in re.findall(r"`([\w.-]+)`", here):
+            assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", source), f"{title}: {name}"
+
+
+def test_the_table_leads_to_the_entries():
+    slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in ENTRIES]
+    numbers = {slug: number for number, slug in re.findall(r"\[(\d+)\]\(#([^)]+)\)", PAGE)}
+    assert numbers == {slug: slug.split("-")[0] for slug in slugs}
+    assert [slug.split("-")[0] for slug in slugs] == [str(i + 1) for i in range(len(slugs))]
+    for number in re.findall(r"\(entry (\d+)\)", PAGE):
+        assert int(number) <= len(slugs)
+
+
+def test_commands_are_for_this_project():
+    for command in COMMANDS:
+        assert shlex.split(command)[:3] == ["accelerate", "launch", "--config_file"]

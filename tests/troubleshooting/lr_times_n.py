@@ -1,0 +1,23 @@
+"""The learning rate falls N times as fast as planned: accelerate steps a prepared schedule once for each process."""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 4))  # to zero in 4 steps
+model, optimizer = accelerator.prepare(model, optimizer)
+if "--fix" not in sys.argv:
+    schedule = accelerator.prepare(schedule)
+
+rates = []
+for _ in range(4):
+    rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+accelerator.print(f"learning rates of the 4 steps: {rates}")
