@@ -218,6 +218,16 @@ def test_mfu_by_hand():
     assert report.flops_utilization(row | {"layers": None}) is None
 
 
+def test_activations_where_they_are_known(tmp_path):
+    sizes = {"layers": 2, "hidden_size": 8, "intermediate_size": 16}
+    write(tmp_path / "known", bert=record("baseline", work=sizes))
+    write(tmp_path / "unknown", other=record("baseline", script="other.py", work={"sequence_length": None}))
+    _, text = cells_of(tmp_path / "known", tmp_path / "out")
+    assert f"| {4 * 32 * 8 * 2 * (8 * 8 + 2 * 16) / 1e6:.2f} " in text
+    rows, _ = cells_of(tmp_path / "unknown", tmp_path / "out")
+    assert len(rows) == 1
+
+
 def test_bytes_of_activations_by_formula_and_counted():
     """What autograd really keeps of BERT's layers, each storage once, without the parameters."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
