@@ -2,7 +2,7 @@
 
     python report.py runs/                              # every run.json below runs/
     python report.py --times times.csv                  # measured by hand: strategy,nodes,gpus_per_node,seconds
-    python report.py runs/ --predict 64 --check runs/check/check.json                 # more devices, by formula
+    python report.py runs/ --predict 64 --check runs/check-ddp-1234/check.json        # more devices, by formula
 
 prints the tables, and writes report.md, report.csv and plots (PNG) into the output directory. It reads nothing but the
 records that the training scripts leave, their traces (--profile), the plan of a sweep (sweep.csv) and the link that
@@ -41,9 +41,9 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
     is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
     of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that the scripts let it hold
-    at a time: the last of the forward pass are the first of the backward pass. A model without layers, as the LSTM,
-    FSDP gathers only once. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-2 a
-    reduce, 1.5 times.
+    at a time: the last of the forward pass are the first of the backward pass. FSDP gathers a model without layers, as
+    the LSTM, only once, which is left out here. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its
+    place, and in ZeRO-2 a reduce, 1.5 times.
     """
     if strategy == "baseline":
         return 0
@@ -339,10 +339,11 @@ def time_shares(trace):
 
 KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each device has as much to do
 in a step as the baseline, so the global batch grows with the devices, an epoch has fewer steps, and the run trains
-otherwise. *Global batch*: the same steps, losses and weights as the baseline, each device with its part of the batch.
-*Not known*: measured by hand; you answer for the work being the same. The baseline is one device; speedup = its time /
-time, efficiency = speedup / devices. Times are the medians of `seconds.train` over the repeats. Samples/s leaves out
-the warm-up; MFU does not."""
+otherwise. *Global batch*: the same steps and, without dropout, the same losses and weights as the baseline; each
+device has its part of the batch. *Not known*: measured by hand; you answer for the work being the same. The baseline
+is one device; speedup = its time / time, efficiency = speedup / devices. Times are the medians of `seconds.train` over
+the repeats. Samples/s leaves out the warm-up. MFU is the share of the GPU's peak FLOP/s that the model's products use,
+the warm-up included."""
 
 
 def table(columns):

@@ -727,7 +727,7 @@ def make_accelerator(args):
         fail("baseline and dp are one process on one node, but this was started for several nodes: use ddp.yaml there")
     if gpus and not torch.cuda.is_available():
         fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use, probably because the driver is too "
-             "old: README, 'Installing on a cluster', says what to install")
+             "old: README, 'On a Slurm cluster', says what to install")
     if 0 < gpus < node_size:
         fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes {gpus} to accelerate "
              "launch (times the number of nodes)")

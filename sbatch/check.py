@@ -56,7 +56,7 @@ def main():
     gpu = torch.cuda.is_available()
     if not gpu and (torch.cuda.device_count() or Path("/dev/nvidia0").exists()):
         sys.exit(f"error: {socket.gethostname()} has a GPU that torch {torch.__version__} cannot use: is the driver "
-                 "too old for it? README, 'Installing on a cluster'")
+                 "too old for it? README, 'On a Slurm cluster'")
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=60))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"

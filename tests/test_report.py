@@ -296,9 +296,9 @@ def test_commands_of_the_docs_work(tmp_path):
     """Word for word, in a folder with the files that they name."""
     (tmp_path / "report.py").symlink_to(ROOT / "report.py")
     write(tmp_path / "runs", base=record("baseline"), ddp=record("ddp", 2, 60))
-    (tmp_path / "runs" / "check").mkdir()
+    (tmp_path / "runs" / "check-ddp-1234").mkdir()
     link = {"bandwidth_bytes_per_second": 1e9, "latency_seconds": 1e-4}
-    (tmp_path / "runs" / "check" / "check.json").write_text(json.dumps(link))
+    (tmp_path / "runs" / "check-ddp-1234" / "check.json").write_text(json.dumps(link))
     (tmp_path / "times.csv").write_text("strategy,nodes,gpus_per_node,seconds\nbaseline,1,1,3m6.619s\n")
     commands = re.findall(r"^python report.py.*$", (ROOT / "docs" / "report.md").read_text(), re.M)
     assert len(commands) == 3
