@@ -242,10 +242,9 @@ def make_cells(runs):
         median = repeats["seconds"].median()
         middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # the median run, or one beside it
         row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
-        row |= {name: middle[name] for name in ARCHITECTURE}
-        rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(), "run": middle["run"],
-                           "slowest": repeats["seconds"].max(), "parameters": middle["parameters"],
-                           "ranks": middle["ranks"], "log": middle["log"], "losses": list(repeats["loss_history"])})
+        row |= {name: middle[name] for name in [*ARCHITECTURE, "run", "parameters", "ranks", "log"]}
+        rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(),
+                           "slowest": repeats["seconds"].max(), "losses": list(repeats["loss_history"])})
     cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + ARCHITECTURE + FIGURES + [
         "repeats", "fastest", "slowest", "run", "parameters", "ranks", "log", "losses"])
     for name in ("fixed", "speedup", "efficiency"):

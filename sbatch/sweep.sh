@@ -74,7 +74,7 @@ for strategy in $strategies; do
         [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
             fail "--global_batch_size $global_batch does not divide by the $((nodes * gpus)) devices of $shape"
         for repeat in $(seq "$repeats"); do
-            cells+=("$strategy $nodes $gpus $repeat")
+            cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat")
             gpu_minutes=$((gpu_minutes + nodes * gpus * minutes))
         done
     done
@@ -82,8 +82,8 @@ done
 [ ${#cells[@]} -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
-        read -r strategy nodes gpus repeat <<<"$cell"
-        echo "$strategy-${nodes}x$gpus-r$repeat: $nodes node(s) x $gpus GPU(s), at most $minutes minutes"
+        IFS=, read -r run _ nodes gpus _ <<<"$cell"
+        echo "$run: $nodes node(s) x $gpus GPU(s), at most $minutes minutes"
     done
     echo "${#cells[@]} runs of $script $*"
     [ -n "$local" ] ||
@@ -96,16 +96,10 @@ fi
 mkdir -p "$folder" || exit 1
 # The plan, so that the report also shows what is missing.
 echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
-if [ -n "$local" ]; then # Slurm's jobs get their lines with their numbers, below
-    for cell in "${cells[@]}"; do
-        read -r strategy nodes gpus repeat <<<"$cell"
-        echo "$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat," >>"$folder/sweep.csv"
-    done
-fi
+[ -z "$local" ] || printf '%s,\n' "${cells[@]}" >>"$folder/sweep.csv" # Slurm's jobs are added with their numbers, below
 jobs=()
 for cell in "${cells[@]}"; do
-    read -r strategy nodes gpus repeat <<<"$cell"
-    run=$strategy-${nodes}x$gpus-r$repeat
+    IFS=, read -r run strategy nodes gpus _ <<<"$cell"
     flags=("$@" --output_dir "$folder/$run")
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size $((global_batch / nodes / gpus)))
     if [ -n "$local" ]; then
@@ -124,7 +118,7 @@ for cell in "${cells[@]}"; do
             sbatch/1node.sh "accelerate_configs/$strategy.yaml" "$script" "${flags[@]}") &&
             jobs+=("${job%%;*}") || job=refused
         echo "$run: job $job"
-        echo "$run,$strategy,$nodes,$gpus,$repeat,$job" >>"$folder/sweep.csv"
+        echo "$cell,$job" >>"$folder/sweep.csv"
     fi
 done
 report=(python report.py "$folder" --output_dir "$folder")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU proc
 CACHE = tempfile.TemporaryDirectory()  # of tokenised questions; no test needs a network, or the user's own cache
 os.environ |= {"HF_HOME": CACHE.name, "HF_HUB_OFFLINE": "1"}
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs and shells run the tests' own python
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
 
@@ -63,14 +65,18 @@ def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=No
     """
     if any(name.startswith("SPY_") for name in env or {}):
         script, env = "tests/spy.py", env | {"SPY_SCRIPT": Path(script).stem}
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    command = [*ACCELERATE, "--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
     command += ["--num_processes", str(processes)] if processes else []
     command += [*launcher, str(script), "--output_dir", str(folder), *map(str, flags)]
     result = run(command, Path(folder), env, timeout)
     if ok:
         assert result.code == 0, f"{' '.join(command)}\n{result.out}\n{result.err}"
     return result
+
+
+def anchor(heading):
+    """What a link to a heading of a Markdown page has behind its #."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.fixture(autouse=True)

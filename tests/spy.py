@@ -22,6 +22,7 @@ from pathlib import Path
 import accelerate
 import conftest  # noqa: F401  puts the project's root on the path
 import torch
+from troubleshooting.without_gpu import flatten_like_cudnn
 
 script = importlib.import_module(os.environ["SPY_SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
@@ -61,15 +62,6 @@ def spy_on_saves():
         original(path, text)
 
     script.write_atomically = write_atomically
-
-
-def flatten_like_cudnn(lstm):
-    """What RNNBase.flatten_parameters makes of the weights on a GPU."""
-    weights = [weight for weight in lstm._flat_weights if weight.numel()]
-    buffer = torch.cat([weight.detach().flatten() for weight in weights])
-    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
-        with torch.no_grad():
-            weight.set_(part.view(weight.shape))
 
 
 def spy_on_weights():

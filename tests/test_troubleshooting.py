@@ -14,13 +14,12 @@ import pytest
 import transformers
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from conftest import ROOT, run
+from conftest import ACCELERATE, ROOT, anchor, run
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ENTRIES = {title: " ".join(text.split()) for title, text in re.findall(r"^### (.+)\n((?:(?!##).*\n?)*)", PAGE, re.M)}
 COMMANDS = [line for block in re.findall(r"```\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
 FOLDER = "tests/troubleshooting"
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 TEXTS = r"(`[^`]+`(?: and `[^`]+`)?)"
 Shown = namedtuple("Shown", "name strategy wrong fixed both")
 SHOWN = [
@@ -249,7 +248,7 @@ def test_what_the_page_names_is_there():
 
 
 def test_the_table_leads_to_the_entries():
-    slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in ENTRIES]
+    slugs = [anchor(title) for title in ENTRIES]
     numbers = {slug: number for number, slug in re.findall(r"\[(\d+)\]\(#([^)]+)\)", PAGE)}
     assert numbers == {slug: slug.split("-")[0] for slug in slugs}
     assert [slug.split("-")[0] for slug in slugs] == [str(i + 1) for i in range(len(slugs))]

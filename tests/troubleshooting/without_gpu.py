@@ -1,7 +1,4 @@
-"""An Accelerator that shards on a machine without a GPU too: the least of what train_mnist_rnn.make_accelerator does.
-
-DDP needs no more than Accelerator(cpu=True); the reproducers for ZeRO and FSDP2 start with this instead.
-"""
+"""What the reproducers for ZeRO and FSDP2 need on a machine without a GPU."""
 
 import os
 
@@ -11,6 +8,10 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 
 def make_accelerator(**options):
+    """An Accelerator that shards on a CPU too: the least of what train_mnist_rnn.make_accelerator does.
+
+    DDP needs no more than Accelerator(cpu=True).
+    """
     if torch.cuda.is_available():
         return Accelerator(**options)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -23,3 +24,12 @@ def make_accelerator(**options):
         accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     return accelerator
+
+
+def flatten_like_cudnn(lstm):
+    """What RNNBase.flatten_parameters does to the weights on a GPU; on a CPU it does nothing."""
+    weights = [weight for weight in lstm._flat_weights if weight.numel()]
+    buffer = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
+        with torch.no_grad():
+            weight.set_(part.view(weight.shape))
