@@ -38,11 +38,14 @@ train-bert: setup  ## train a tiny BERT from scratch on the test data's question
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
 		$(TINY) --num_epochs 30
 
-test: dev  ## run the tests
+test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
 	$(BIN)/python -m pytest
 
+test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
+	$(BIN)/python -m pytest -m "not matrix"
+
 test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 12 minutes
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_faults.py
+	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
 	export PATH=$(abspath $(BIN)):$$PATH && \
@@ -61,4 +64,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-faults lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-all test-faults lint bench clean

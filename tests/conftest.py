@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
+import warm
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,24 +54,41 @@ class Result:
 
 def run(command, folder=None, env=None, timeout=240):
     """Run a command in the project's root and return its Result."""
-    full = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {})
-    done = subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
-def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240):
+def environment(changes):
+    return os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (changes or {})
+
+
+def run_forked(words, argv, folder, env, timeout):
+    """As `run` of an `accelerate launch WORDS ARGV`, by ranks that need not import anything: see warm.py."""
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        code = warm.run_ranks(words, argv, environment(env), ROOT, out.name, err.name, timeout)
+        return Result(code, out.read(), err.read(), folder)
+
+
+def launch(
+    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240, real=False
+):  # fmt: skip
     """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has to exit with 0.
 
-    With a SPY_ variable in `env`, tests/spy.py runs it.
+    Unless `real` is true, or `env` has what a library reads when it is imported, the ranks are forked: see warm.py.
+    With a SPY_ variable in `env`, tests/spy.py runs the script.
     """
     if any(name.startswith("SPY_") for name in env or {}):
         script, env = "tests/spy.py", env | {"SPY_SCRIPT": Path(script).stem}
-    command = [*ACCELERATE, "--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
-    command += ["--num_processes", str(processes)] if processes else []
-    command += [*launcher, str(script), "--output_dir", str(folder), *map(str, flags)]
-    result = run(command, Path(folder), env, timeout)
+    words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    words += ["--num_processes", str(processes)] if processes else []
+    words += launcher
+    argv = [str(script), "--output_dir", *map(str, [folder, *flags])]
+    if real or any(name.startswith(warm.READ_AT_IMPORT) for name in env or {}):
+        result = run([*ACCELERATE, *words, *argv], Path(folder), env, timeout)
+    else:
+        result = run_forked(words, argv, Path(folder), env, timeout)
     if ok:
-        assert result.code == 0, f"{' '.join(command)}\n{result.out}\n{result.err}"
+        assert result.code == 0, f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}"
     return result
 
 

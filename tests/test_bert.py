@@ -220,6 +220,7 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
 # -------------------------------------------------------------------------------------- other data, other precision
 
 
+@pytest.mark.slow
 def test_unanswerable_questions_get_no_answer(tmp_path):
     """SQuAD v2.0: after some epochs on the tiny data, most questions without an answer are recognised."""
     data = ROOT / "tests" / "data" / "squad_v2.json"
@@ -234,6 +235,7 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
     assert result.record["metrics"]["f1"] > 80 and result.record["workload"]["version_2"] is True
 
 
+@pytest.mark.slow
 def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
     """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++ compiler."""
     for strategy, precision, dynamo in (("ddp", "bf16", "no"), ("zero2", "bf16", "no"), ("fsdp", "bf16", "no"),
@@ -253,6 +255,7 @@ REAL = ["--model_name_or_path", REAL_DATA / "minilm", "--train_file", REAL_DATA 
         "--validation_file", REAL_DATA / "squad" / "dev.json"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     """SQuAD v1.1 and a pretrained encoder, four steps of each strategy against the baseline."""
     few = [*REAL, "--max_train_samples", 64, "--max_eval_samples", 16, "--max_train_steps", 4, "--dropout", 0]

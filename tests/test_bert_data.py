@@ -206,6 +206,7 @@ def test_features_are_cached_by_what_they_depend_on(tokenizer, monkeypatch, tmp_
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}
 
 
+@pytest.mark.slow
 def test_real_answers_survive_the_tokenizer(real_data, tmp_path, monkeypatch):
     monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(real_data / "minilm")
@@ -480,6 +481,7 @@ configs:
 """
 
 
+@pytest.mark.slow
 def test_the_default_model_and_data_come_from_the_hub_once(tmp_path):
     """A Hub on this machine gives a login node google-bert/bert-base-uncased and rajpurkar/squad (tiny ones); then the
     main command, as README has it, trains without any network.

@@ -97,6 +97,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_both_programs_print_the_same(folder):
     """By the commands of the text, at once; they write into the folder that they run in."""
     [commands] = [text.splitlines() for _, text in BLOCKS if text.startswith("torchrun")]
@@ -122,6 +123,7 @@ def test_both_programs_print_the_same(folder):
         torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_task_a_gpu_trains_the_same(cluster, folder):
     """The job of the text on two nodes, with one task on each."""
     [job] = [text for kind, text in BLOCKS if kind == "sh"]

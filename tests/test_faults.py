@@ -1,6 +1,6 @@
 """Faults on a real two-node Slurm cluster: whatever breaks, the job ends or continues, and then ends as if nothing had.
 
-`make test` runs a part, `make test-faults` all; that prints the table of docs/cluster.md.
+`make test-all` runs a part, `make test-faults` all; that prints the table of docs/cluster.md.
 """
 
 import time
@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, Result
 
+pytestmark = pytest.mark.slow
 FLAGS = ["--dataset", "digits", "--num_epochs", "40", "--per_device_train_batch_size", "20"]  # 35 steps an epoch
 STEPS, TIMEOUT = 1400, 15
 Step = namedtuple("Step", "time number")
@@ -124,7 +125,7 @@ def whole_again(cluster):
 
 
 @pytest.mark.parametrize("fault, strategy", [
-    pytest.param(fault, strategy, marks=[] if (fault.__name__, strategy) in QUICK else pytest.mark.slow)
+    pytest.param(fault, strategy, marks=[] if (fault.__name__, strategy) in QUICK else pytest.mark.matrix)
     for fault in FAULTS for strategy in ("ddp", "fsdp")])
 def test_a_disturbed_run_ends_like_an_undisturbed_one(cluster, undisturbed, table, tmp_path, fault, strategy):
     job = Job(cluster, strategy, tmp_path / "run", **(TIME_LIMIT if fault is reach_the_time_limit else {}))

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
 TEXT = (ROOT / "docs" / "lab.md").read_text()
 SMALLER = {  # sizes of the text, and those of the test
     '"hidden_size": 768': '"hidden_size": 192',

@@ -91,7 +91,8 @@ def test_dp_is_the_baseline_on_one_device_and_says_so(baseline, tmp_path):
 def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_path):
     """Three processes: the record is complete, TensorBoard can read the logs, the learning rate is the baseline's."""
     flags = ["--max_train_steps", 30, "--dropout", 0, *batch_flags(21, 1), "--per_device_eval_batch_size", 11]
-    three = launch("ddp", SCRIPT, tmp_path / "three", "--dataset", "digits", *flags, "--with_tracking", processes=3)
+    flags += ["--dataset", "digits", "--with_tracking"]
+    three = launch("ddp", SCRIPT, tmp_path / "three", *flags, processes=3, real=True)
     record = three.record
     fields = """script strategy nodes processes devices device_name precision dynamo per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
@@ -128,6 +129,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     assert list((tmp_path / "three" / "tensorboard").glob("*/hparams.yml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["baseline", "dp", *STRATEGIES])
 def test_the_users_command_on_real_mnist(strategy, real_data, tmp_path):
     """`accelerate launch --config_file accelerate_configs/X.yaml train_mnist_rnn.py`, on real MNIST."""

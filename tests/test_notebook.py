@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
 NOTEBOOK = ROOT / "notebooks" / "bert_squad_walkthrough.ipynb"
 
 

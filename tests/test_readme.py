@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ACCELERATE, ROOT, anchor, run
@@ -35,6 +36,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_sbatch_commands_work(cluster, tmp_path):
     """Word for word and all at once, but on small data and for a few steps."""
     jobs = {}
@@ -48,16 +50,29 @@ def test_sbatch_commands_work(cluster, tmp_path):
         assert cluster.wait(job, 240) == "COMPLETED", command + (tmp_path / f"{i}.log").read_text()
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("accelerate")])
-def test_launch_commands_work(command, tmp_path):
-    """Word for word, but on small data and for a few steps."""
-    words = shlex.split(command)
-    assert words[:3] == ["accelerate", "launch", "--config_file"]
-    [script] = set(words) & set(SMALL)
-    full = [*ACCELERATE, *words[2:], *SMALL[script].split()]
-    result = run([*full, "--max_train_steps", "3", "--output_dir", str(tmp_path)], tmp_path)
+LAUNCHES = sorted({command for command in COMMANDS if command.startswith("accelerate")})
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """command -> its Result: word for word, but on small data, for a few steps, and two at once on free ports."""
+
+    def start(command):
+        words, folder = shlex.split(command), tmp_path_factory.mktemp("launch")
+        assert words[:3] == ["accelerate", "launch", "--config_file"]
+        [script] = set(words) & set(SMALL)
+        full = [*ACCELERATE, "--main_process_port", "0", *words[2:], *SMALL[script].split()]
+        return run([*full, "--max_train_steps", "3", "--output_dir", str(folder)], folder)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(LAUNCHES, pool.map(start, LAUNCHES), strict=True))
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launch_commands_work(command, launches):
+    result = launches[command]
     assert result.code == 0, result.err
-    assert result.record["status"] == "completed" and result.record["strategy"] in words[3]
+    assert result.record["status"] == "completed" and result.record["strategy"] in shlex.split(command)[3]
 
 
 def test_no_command_is_left_to_rot():
@@ -100,6 +115,7 @@ def test_each_set_fits_the_requirements(pinned):
                 assert pin.version.startswith(floor.version), f"the floor of {name} is not the version that was tested"
 
 
+@pytest.mark.slow
 def test_benchmarks_start(tmp_path):
     assert "--data_dir" in run([sys.executable, "benchmarks/mnist.py", "--help"]).out
     assert "--train_file" in run([sys.executable, "benchmarks/bert.py", "--help"]).out

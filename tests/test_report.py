@@ -271,6 +271,7 @@ def test_time_shares_by_hand(tmp_path):
     assert list(report.time_shares(tmp_path / "gpu.json").values()) == pytest.approx([0.2, 0.2, 0.1, 0.1, 0.4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, counted", [
     ("ddp", 2), ("fsdp", 4), pytest.param("zero2", 2.5, marks=pytest.mark.slow),
     pytest.param("zero3", 3, marks=pytest.mark.slow)])

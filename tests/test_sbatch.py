@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, launch
 from test_bert import TINY
 
+pytestmark = pytest.mark.slow
 BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
 DIGITS = ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "2", "--per_device_train_batch_size", "64"]
 

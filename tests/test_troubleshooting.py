@@ -16,6 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import ACCELERATE, ROOT, anchor, run
 
+pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ENTRIES = {title: " ".join(text.split()) for title, text in re.findall(r"^### (.+)\n((?:(?!##).*\n?)*)", PAGE, re.M)}
 COMMANDS = [line for block in re.findall(r"```\n(.*?)```", PAGE, re.S) for line in block.splitlines()]

@@ -1,0 +1,47 @@
+"""A real `accelerate launch` of each YAML; and the ranks that other tests fork train as the launched ones do."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import warm
+from conftest import ACCELERATE, STRATEGIES, environment, launch, run
+
+SCRIPT = "train_mnist_rnn.py"
+ALL = ["baseline", "dp", *STRATEGIES]
+FLAGS = ["--dataset", "digits", "--max_train_steps", "12"]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """strategy -> the Result of a real launch. Two at once, as one imports while the other waits."""
+    folder = tmp_path_factory.mktemp("launched")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {name: pool.submit(launch, name, SCRIPT, folder / name, *FLAGS, real=True) for name in ALL}
+    return {name: job.result() for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_launched_and_forked_ranks_train_alike(strategy, launched, tmp_path):
+    real, forked = launched[strategy].record, launch(strategy, SCRIPT, tmp_path, *FLAGS).record
+    assert real["strategy"] == forked["strategy"] == strategy
+    same = ("processes", "devices", "global_batch_size", "precision", "loss_history", "metrics", "status", "workload")
+    for name in same:
+        assert real[name] == forked[name], name
+    assert len(real["loss_history"]) == 12 and len(real["ranks"]) == (1 if strategy in ("baseline", "dp") else 2)
+
+
+# Where the launcher put a rank, and what accelerate sets for a moment while it looks for a GPU.
+OWN_BUSINESS = ("TORCH", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTORCH_NVML")
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero3"])
+def test_forked_ranks_get_the_launchers_environment(strategy, tmp_path):
+    script = tmp_path / "show.py"
+    script.write_text("import json, os\nprint('found', json.dumps(dict(os.environ)))\n")
+    words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    found = run([*ACCELERATE, *words, str(script)]).out.split("found ")[1:]
+    number, forked = warm.what_the_launcher_starts([*words, str(script)], environment(None))
+    assert len(found) == (number or 1)
+    for name, value in json.loads(found[0]).items():
+        assert name.startswith(OWN_BUSINESS) or forked.get(name) == value, name
