@@ -38,10 +38,14 @@ OWN_BUSINESS = ("TORCH", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero3"])
 def test_forked_ranks_get_the_launchers_environment(strategy, tmp_path):
     script = tmp_path / "show.py"
-    script.write_text("import json, os\nprint('found', json.dumps(dict(os.environ)))\n")
+    script.write_text(f"""import json, os, pathlib
+file = pathlib.Path({str(tmp_path)!r}, os.environ.get("RANK", "0") + ".json")
+file.write_text(json.dumps(dict(os.environ)))
+""")
     words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
-    found = run([*ACCELERATE, *words, str(script)]).out.split("found ")[1:]
+    assert run([*ACCELERATE, *words, str(script)]).code == 0
+    launched = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     number, forked = warm.what_the_launcher_starts([*words, str(script)], environment(None))
-    assert len(found) == (number or 1)
-    for name, value in json.loads(found[0]).items():
+    assert len(launched) == (number or 1)
+    for name, value in launched[0].items():
         assert name.startswith(OWN_BUSINESS) or forked.get(name) == value, name
