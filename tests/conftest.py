@@ -1,6 +1,7 @@
 """What the tests share: a real `accelerate launch`, records, weights, and real data where a developer has some."""
 
 import json
+import locale
 import os
 import re
 import signal
@@ -18,10 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU processes, also where there is a GPU
-CACHE = tempfile.TemporaryDirectory()  # of tokenised questions; no test needs a network, or the user's own cache
-os.environ |= {"HF_HOME": CACHE.name, "HF_HUB_OFFLINE": "1"}
-os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs and shells run the tests' own python
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
@@ -97,6 +94,37 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
+# What a user's shell, a Slurm job or a launcher has set would change what the tests find, or where they write.
+FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MASTER_ MPL PROCESSES_PER_NODE RANK SBATCH_ SLURM_ SWEEP_
+    TORCH WORLD_SIZE XDG_""".split()
+
+
+def isolate(scratch):
+    """Set the environment of the tests and of what they start; caches and temporary files go to the folder `scratch`.
+    Not on import, as ranks import this file too, by way of tests/spy.py.
+    """
+    for name in set(os.environ) - {"SLURM_TESTS"}:
+        if name.startswith(tuple(FOREIGN)):
+            del os.environ[name]
+    os.environ |= dict.fromkeys(("HOME", "HF_HOME", "TMPDIR"), scratch)
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",  # the tests compare numbers of CPU processes, also where there is a GPU
+        "HF_HUB_OFFLINE": "1",  # no test needs a network,
+        "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",  # and no proxy finds the servers that tests start
+        "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written into the checkout
+        # Jobs and shells run the tests' own python; Slurm's daemons and `ip` are not on everybody's PATH.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
+    }  # fmt: skip
+
+
+def pytest_configure(config):
+    if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
+        pytest.exit("the tests read and print UTF-8, which this locale is not: PYTHONUTF8=1 make test", 2)
+    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(scratch.cleanup)
+    isolate(scratch.name)
+
+
 @pytest.fixture(autouse=True)
 def own_signals():
     """Give pytest its signal handlers back after a test that ran a script's main() in this process."""
@@ -116,7 +144,7 @@ def real_data():
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """A running Slurm cluster of two nodes."""
-    problem = slurm_cluster.install()
+    problem = slurm_cluster.what_is_missing()
     if problem and os.environ.get("SLURM_TESTS") != "required":
         pytest.skip(problem)
     assert not problem, problem
