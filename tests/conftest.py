@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import isolated  # noqa: F401  the first: it sets what libraries read when they are imported
 import pytest
 import slurm_cluster
 import warm
@@ -94,35 +95,9 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-# What a user's shell, a Slurm job or a launcher has set would change what the tests find, or where they write.
-FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MASTER_ MPL PROCESSES_PER_NODE RANK SBATCH_ SLURM_ SWEEP_
-    TORCH WORLD_SIZE XDG_""".split()
-
-
-def isolate(scratch):
-    """Set the environment of the tests and of what they start; caches and temporary files go to the folder `scratch`.
-    Not on import, as ranks import this file too, by way of tests/spy.py.
-    """
-    for name in set(os.environ) - {"SLURM_TESTS"}:
-        if name.startswith(tuple(FOREIGN)):
-            del os.environ[name]
-    os.environ |= dict.fromkeys(("HOME", "HF_HOME", "TMPDIR"), scratch)
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",  # the tests compare numbers of CPU processes, also where there is a GPU
-        "HF_HUB_OFFLINE": "1",  # no test needs a network,
-        "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",  # and no proxy finds the servers that tests start
-        "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written into the checkout
-        # Jobs and shells run the tests' own python; Slurm's daemons and `ip` are not on everybody's PATH.
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
-    }  # fmt: skip
-
-
 def pytest_configure(config):
     if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
         pytest.exit("the tests read and print UTF-8, which this locale is not: PYTHONUTF8=1 make test", 2)
-    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    config.add_cleanup(scratch.cleanup)
-    isolate(scratch.name)
 
 
 @pytest.fixture(autouse=True)

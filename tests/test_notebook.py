@@ -8,7 +8,7 @@ import tempfile
 
 import nbformat
 import pytest
-from conftest import ROOT, isolate
+from conftest import ROOT
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,6 @@ def test_it_takes_all_logic_from_the_script(committed):
 if __name__ == "__main__":
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory() as scratch:
-        isolate(scratch)
         done = execute(notebook, scratch)
     done.metadata = notebook.metadata  # without the version of this Python
     nbformat.write(done, NOTEBOOK)
