@@ -46,7 +46,8 @@ test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, oth
 
 slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	apt-get update
-	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurmctld slurmd slurm-client iproute2
+	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+		slurmctld slurmd slurm-client iproute2
 
 test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 12 minutes
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
