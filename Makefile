@@ -44,11 +44,16 @@ test: dev  ## the tests of the scripts, the YAMLs, the report and README; minute
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
 	$(BIN)/python -m pytest -m "not matrix"
 
+slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
+	apt-get update
+	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+		slurmctld slurmd slurm-client iproute2
+
 test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 12 minutes
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
-	export PATH=$(abspath $(BIN)):$$PATH && \
+	export PATH="$$PWD/$(BIN):$$PATH" && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) --max_train_samples 112 --num_epochs 8 && \
@@ -64,4 +69,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all test-faults lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-all slurm test-faults lint bench clean

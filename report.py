@@ -141,7 +141,7 @@ def read_record(path, folder):
 
     The last incomplete batch of an epoch is dropped, so `samples_trained` depends on the global batch a little.
     """
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_bytes())
     workload = record["workload"]
     row = {name: workload.get(name, record.get(name)) for name in NAMES}
     problem = {"completed": "", "preempted": "stopped before its end"}[record["status"]]
@@ -308,7 +308,7 @@ def time_shares(trace):
     Raises ValueError or KeyError for what is no such trace.
     """
     spans = {"step": [], "communication": [], "data": [], "kernel": [], "operator": []}
-    for event in json.loads(Path(trace).read_text())["traceEvents"]:
+    for event in json.loads(Path(trace).read_bytes())["traceEvents"]:
         if event.get("ph") != "X":
             continue
         name, kind = event["name"], event.get("cat")
@@ -452,7 +452,7 @@ def describe_traces(folder):
     rows, notes = [], []
     for trace in sorted(folder.rglob("traces/profile_*.json")):
         try:
-            record = json.loads((trace.parent.parent / "run.json").read_text())
+            record = json.loads((trace.parent.parent / "run.json").read_bytes())
             rows.append({"run": str(trace.parent.parent.relative_to(folder)), "strategy": record["strategy"],
                          "rank": trace.stem.split("_")[1]} | {k: f"{v:.0%}" for k, v in time_shares(trace).items()})
         except (ValueError, LookupError, TypeError, OSError) as reason:
@@ -569,7 +569,7 @@ def parse_args():
         if args.predict < 2:
             parser.error(f"--predict needs at least 2 devices, got {args.predict}")
         try:
-            link = json.loads(args.check.read_text()) if args.check else {}
+            link = json.loads(args.check.read_bytes()) if args.check else {}
             args.link = (args.bandwidth * 1e9, args.latency / 1e6) if not link else (
                 link["bandwidth_bytes_per_second"] * 1.0, link["latency_seconds"] * 1.0)
             if not (args.link[0] > 0 and args.link[1] >= 0):
@@ -614,7 +614,7 @@ def main():
             + [f"- {note}" for note in notes + unread])]
     text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)
-    (args.output_dir / "report.md").write_text(text)
+    (args.output_dir / "report.md").write_text(text, encoding="utf-8")
     cells.drop(columns=["ranks", "losses"]).to_csv(args.output_dir / "report.csv", index=False)
     print(f"written: {args.output_dir}/report.md, report.csv and the plots")
 

@@ -458,7 +458,9 @@ def device_name():
     """The model of the GPU, or of the CPU where there is none: runs on another are not to be compared."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())  # not there on ARM
+    models = []
+    with contextlib.suppress(OSError):  # some containers hide the file, and ARM names no model in it
+        models = re.findall(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(errors="replace"), re.M)
     return f"CPU ({models[0] if models else platform.machine()})"
 
 
@@ -651,7 +653,9 @@ def make_output_dir(args, strategy):
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in the same second
     [folder] = broadcast_object_list([Path(args.output_dir or f"runs/{Path(__file__).stem}-{strategy}-{now}")])
     checkpoints, problem = folder / "checkpoints", None
-    if PartialState().is_main_process:
+    if sys.getfilesystemencoding() != "utf-8" and not str(folder).isascii():  # libraries in Rust would not find it
+        problem = f"in a locale that is not UTF-8, the name of {folder} is not safe: set PYTHONUTF8=1, or rename it"
+    elif PartialState().is_main_process:
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
             if not os.access(checkpoints, os.W_OK):
@@ -725,7 +729,7 @@ def save_checkpoint(accelerator, run):
 def name_checkpoint(partial, final, progress):
     """Give a complete checkpoint its name, let the links `last` and `best` follow, and remove old checkpoints."""
     if final.exists():  # saved before its evaluation: nothing was trained since, only the progress is new
-        content = json.loads((final / "checkpoint.json").read_text()) | {"progress": asdict(progress)}
+        content = json.loads((final / "checkpoint.json").read_bytes()) | {"progress": asdict(progress)}
         write_atomically(final / "checkpoint.json", json.dumps(content))
         shutil.rmtree(partial)
     else:
@@ -749,14 +753,14 @@ def find_checkpoint(run):
     """
     found, problem, damaged = None, None, []
     if PartialState().is_main_process and (run.folder / "run.json").exists():
-        record = json.loads((run.folder / "run.json").read_text())
+        record = json.loads((run.folder / "run.json").read_bytes())
         if record["status"] == "completed":
             kept = {key: value for key, value in {**record, **record["workload"]}.items() if key in run.settings}
             found, problem = "completed", difference(kept, run.settings)
     if PartialState().is_main_process and not found:
         for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
             try:
-                content = json.loads((path / "checkpoint.json").read_text())
+                content = json.loads((path / "checkpoint.json").read_bytes())
                 for name, size in content["files"].items():
                     if (path / name).stat().st_size != size:
                         raise ValueError(f"{name} has {(path / name).stat().st_size} bytes of {size}")

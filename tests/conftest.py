@@ -1,6 +1,7 @@
 """What the tests share: a real `accelerate launch`, records, weights, and real data where a developer has some."""
 
 import json
+import locale
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import isolated  # noqa: F401  the first: it sets what libraries read when they are imported
 import pytest
 import slurm_cluster
 import warm
@@ -18,10 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare numbers of CPU processes, also where there is a GPU
-CACHE = tempfile.TemporaryDirectory()  # of tokenised questions; no test needs a network, or the user's own cache
-os.environ |= {"HF_HOME": CACHE.name, "HF_HUB_OFFLINE": "1"}
-os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # jobs and shells run the tests' own python
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 
@@ -97,6 +95,11 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
+def pytest_configure(config):
+    if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
+        pytest.exit("the tests read and print UTF-8, which this locale is not: PYTHONUTF8=1 make test", 2)
+
+
 @pytest.fixture(autouse=True)
 def own_signals():
     """Give pytest its signal handlers back after a test that ran a script's main() in this process."""
@@ -116,7 +119,7 @@ def real_data():
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """A running Slurm cluster of two nodes."""
-    problem = slurm_cluster.install()
+    problem = slurm_cluster.what_is_missing()
     if problem and os.environ.get("SLURM_TESTS") != "required":
         pytest.skip(problem)
     assert not problem, problem

@@ -16,14 +16,15 @@ import importlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import accelerate
-import conftest  # noqa: F401  puts the project's root on the path
 import torch
 from troubleshooting.without_gpu import flatten_like_cudnn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 script = importlib.import_module(os.environ["SPY_SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
 

@@ -1,6 +1,7 @@
 """What docs/strategies.md says: its formulas and numbers are report.py's, its programs run, its diagrams are drawn."""
 
 import re
+import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -108,8 +109,8 @@ def test_both_programs_print_the_same(folder):
         places[script].mkdir()
         shutil.copy(folder / script, places[script])
         command = command.replace("accelerate launch", "accelerate launch --main_process_port 0")
-        command = command.replace("accelerate_configs", f"{ROOT}/accelerate_configs")
-        return run(["bash", "-c", f"cd {places[script]} && {command}"])
+        command = command.replace("accelerate_configs", f"{shlex.quote(str(ROOT))}/accelerate_configs")
+        return run(["bash", "-c", f"cd {shlex.quote(str(places[script]))} && {command}"])
 
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(start, commands))

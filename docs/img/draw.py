@@ -146,4 +146,4 @@ if __name__ == "__main__":
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
             'font-family="Helvetica, Arial, sans-serif">', '<pattern id="hatch" width="6" height="6" '
             'patternUnits="userSpaceOnUse"><path d="M0,6 L6,0" stroke="#555"/></pattern>',
-            f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *picture.lines, "</svg>\n"]))
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *picture.lines, "</svg>\n"]), encoding="utf-8")
