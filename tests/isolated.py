@@ -18,6 +18,7 @@ for name in set(os.environ) - {"SLURM_TESTS"}:
     if name.startswith(tuple(FOREIGN)):
         del os.environ[name]
 os.environ |= dict.fromkeys(("HOME", "HF_HOME", "TMPDIR"), SCRATCH.name)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{SCRATCH.name}/inductor"
 # The tests compare numbers of CPU processes, also where there is a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # No test needs a network, and no proxy finds the servers that tests start.

@@ -98,7 +98,9 @@ class Cluster:
     def power_on(self, name):
         """A host without a network yet: a shell as process 1 that waits, and reaps what others leave behind."""
         setup = f"""mount -t proc proc /proc && mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /dev/shm &&
-            mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && ip link set lo up && echo ready &&
+            mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && ip link set lo up &&
+            mount --bind {self.folder}/spool {self.folder}/spool && # slurmd runs scripts there, /tmp may be noexec
+            mount -o remount,bind,exec {self.folder}/spool && echo ready &&
             while :; do sleep 3600 & wait $!; done"""
         own = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child"]
         with open(self.folder / f"{name}.log", "a") as log:
