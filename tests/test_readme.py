@@ -18,7 +18,7 @@ RUN_ELSEWHERE = {
     "make train": ".ci/run",
     "make train-bert": ".ci/run",
     "python train_bert_squad.py --prepare_data_only": "test_bert_data.py",
-    "make test": ".ci/run",
+    "make test": ".ci/run",  # as part of make test-all
     "make setup": ".ci/run",
     "make sweep": ".ci/run",
     "sbatch/sweep.sh --dry_run": "test_sbatch.py",
