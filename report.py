@@ -302,6 +302,9 @@ def length(spans):
     return sum(end - start for start, end in covered(spans))
 
 
+LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLoader makes a batch
+
+
 def time_shares(trace):
     """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1: computation alone, together
     with communication, which it hides, communication alone, loading data, and none of them: Python, and idleness.
@@ -314,7 +317,7 @@ def time_shares(trace):
         name, kind = event["name"], event.get("cat")
         key = ("step" if name.startswith("ProfilerStep") and kind == "user_annotation" else
                "communication" if name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower() else
-               "data" if name == "load data" and kind == "user_annotation" else
+               "data" if name.startswith(LOADING) and kind == "user_annotation" else
                "kernel" if kind == "kernel" else
                "operator" if kind == "cpu_op" and name.startswith("aten::") else None)
         if key:

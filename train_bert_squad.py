@@ -1,21 +1,23 @@
-"""Fine-tune BERT on SQuAD, on one device or many. The strategy is the accelerate YAML; the script never changes.
+"""Fine-tune BERT on SQuAD, on one device or many. The strategy is the accelerate YAML.
 
     accelerate launch --config_file accelerate_configs/fsdp.yaml train_bert_squad.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 train_bert_squad.py
-    python train_bert_squad.py --prepare_data_only    # on a login node, for compute nodes without a network
+    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 \\
+        train_bert_squad.py
+    python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
-The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3. Without a GPU the same strategies run on CPU processes, over
-gloo. Extractive question answering: BERT reads a question and a text (the context), and says at which token of the
-text the answer starts and at which it ends. A run leaves in OUTPUT_DIR: run.json (the record), predictions.json, the
-final model and tokenizer for `from_pretrained`, checkpoints/ (to resume). Read this file from top to bottom; the
-training loop is `train_epoch`.
+The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3. Without a GPU the same strategies run on CPU
+processes. BERT reads a question and a text (the context), and says at which token of the text the
+answer starts and at which it ends. A run leaves in OUTPUT_DIR: run.json (the record),
+predictions.json, model and tokenizer for `from_pretrained`, checkpoints/ (to resume).
+
+Read from here to the end of `main`, and `train` first: it is the training loop. All below `main` is
+the same in both scripts: launching, workarounds, the record, checkpoints.
 """
 
 import argparse
 import collections
 import contextlib
 import datetime
-import hashlib
 import inspect
 import json
 import logging
@@ -32,7 +34,6 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import datasets
@@ -45,6 +46,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import (
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
@@ -53,133 +55,121 @@ from accelerate.utils import (
     gather_object,
     set_seed,
 )
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-SYNC_STEPS = 50  # every so many optimizer steps, losses leave the device and ranks ask each other whether to stop;
-SYNC_SECONDS = 10  # and about as often as this where steps are slow, as Slurm gives 30 s to stop, or two minutes
+SYNC_STEPS = 50  # so often losses leave the device, and ranks ask each other whether to stop;
+SYNC_SECONDS = 10  # or about so often if steps are slow, as Slurm gives 30 s or more to stop
+WARMUP_STEPS = 10  # not in samples_per_second: allocators and communicators are set up in them
 PROFILE_STEPS = 5  # that --profile traces, after the warm-up
-WARMUP_STEPS = 10  # not counted in samples_per_second: allocators, autotuning and communicators are set up in them
-LOG_SECONDS = 10  # without a terminal, a progress line about so often
-ZERO_BUCKET = 10_000_000  # parameters that ZeRO communicates, or ZeRO-3 gathers ahead, at a time: 40 MB in float32
-ZERO_WHOLE = 10_000  # ZeRO-3 keeps smaller tensors, such as biases, whole: to gather them takes longer than to add them
+LOG_SECONDS = 10  # without a terminal, a line of progress about so often
 KEEP_CHECKPOINTS = 2  # the newest, and one more in case that is damaged; the best is kept besides
+OFFLINE = ("without a network, run --prepare_data_only on a node that has one first, or give files "
+           "and a folder")
 
-# ------------------------------------------------------------------------------------------------------ command line
+# ------------------------------------------------------------------------------------ command line
 
 
 def parse_args():
-    """The flags of a run; anything wrong with them ends the run with one line."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune BERT on SQuAD, to find answers in a text. Strategy, precision and number of processes "
-        "are not flags of this script: they belong to `accelerate launch` and its YAML.",
-        epilog="example: accelerate launch --config_file accelerate_configs/fsdp.yaml train_bert_squad.py",
-    )
-    parser.error = lambda message: fail(f"{message} (--help lists the flags)")  # not a usage text from every process
+    """The flags of a run. Anything wrong with them ends the run with one line."""
+    parser = make_parser(
+        "Fine-tune BERT on SQuAD, to find answers in a text.", "fsdp.yaml train_bert_squad.py",
+        epochs=4, batch=4, eval_batch=32, learning_rate=3e-5)
     add = parser.add_argument
-    add("--model_name_or_path", default="google-bert/bert-base-uncased", help="BERT's name on the Hugging Face Hub, or "
-        "a folder with config, weights and tokenizer (default: %(default)s)")
-    add("--from_scratch", action="store_true", help="use the model's config and tokenizer, but random weights")
-    add("--train_file", help="questions to train on, in SQuAD's own nested JSON (default: the Hub's rajpurkar/squad)")
+    add("--model_name_or_path", default="google-bert/bert-base-uncased", help="BERT's name on the "
+        "Hugging Face Hub, or a folder with config, weights and tokenizer")
+    add("--from_scratch", action="store_true", help="the model's config, but random weights")
+    add("--train_file", help="questions to train on, in SQuAD's own nested JSON (without: "
+        "rajpurkar/squad from the Hub)")
     add("--validation_file", help="questions to evaluate on, likewise")
-    add("--version_2_with_negative", action="store_true", help="SQuAD v2.0: some questions have no answer "
-        "(default data: rajpurkar/squad_v2)")
-    add("--max_train_samples", type=int, default=10_000, help="take the first so many training questions; 0: all "
-        "(default: %(default)s)")
-    add("--max_eval_samples", type=int, default=500, help="likewise in evaluation (default: %(default)s)")
-    add("--max_seq_length", type=int, default=384, help="tokens of question and context together; longer contexts are "
-        "cut into overlapping windows (default: %(default)s)")
-    add("--doc_stride", type=int, default=128, help="tokens by which windows overlap (default: %(default)s)")
-    add("--max_answer_length", type=int, default=30, help="of a predicted answer, in tokens (default: %(default)s)")
-    add("--prepare_data_only", action="store_true", help="fetch model and data, tokenise, then stop: for login nodes")
-    add("--output_dir", help="where results go; all nodes must see it (default: a fresh folder under runs/)")
-    add("--num_epochs", type=int, default=4, help="passes over the training questions (default: %(default)s)")
-    add("--max_train_steps", type=int, help="number of optimizer steps; overrides --num_epochs")
-    add("--per_device_train_batch_size", type=int, default=4, help="windows a device and micro-batch (%(default)s)")
-    add("--per_device_eval_batch_size", type=int, default=32, help="windows a device, in evaluation (%(default)s)")
-    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches a step (default: %(default)s); "
-        "global batch = per-device batch x devices x micro-batches")
-    add("--learning_rate", type=float, default=3e-5, help="at the first step; it falls linearly to 0 (%(default)s), "
-        "whatever the number of devices")
-    add("--dropout", type=float, default=0.1, help="in all layers and on attention (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of new weights, sample order and dropout (default: %(default)s)")
-    add("--checkpointing_steps", type=int, help="save every so many optimizer steps, besides after every epoch")
-    add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest complete checkpoint, if there is one")
-    add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
-    add("--profile", action="store_true", help="trace a few steps into OUTPUT_DIR/traces, for Perfetto and report.py;"
-        " the run is not a timing then")
-    add("--collective_timeout", type=int, default=300, help="seconds after which a rank that waits for another gives up"
-        " (default: %(default)s)")
-    args = parser.parse_args()
-    check_args(parser, args, may_be_zero=("seed", "dropout", "max_train_samples", "max_eval_samples", "doc_stride"))
+    add("--version_2_with_negative", action="store_true", help="SQuAD v2.0: some questions have no "
+        "answer (from the Hub: rajpurkar/squad_v2)")
+    add("--max_train_samples", type=int, default=10_000, help="take the first so many training "
+        "questions; 0: all")
+    add("--max_eval_samples", type=int, default=500, help="likewise in evaluation")
+    add("--max_seq_length", type=int, default=384, help="tokens of question and context together; "
+        "longer contexts are cut into overlapping windows")
+    add("--doc_stride", type=int, default=128, help="tokens by which windows overlap")
+    add("--max_answer_length", type=int, default=30, help="of a predicted answer, in tokens")
+    args = parse_checked(parser, "max_train_samples", "max_eval_samples", "doc_stride")
     if bool(args.train_file) != bool(args.validation_file):
-        parser.error("--train_file and --validation_file go together: give both, or none for SQuAD from the Hub")
+        parser.error("--train_file and --validation_file go together: give both, or none for SQuAD "
+                     "from the Hub")
     return args
 
 
-# -------------------------------------------------------------------------------------------------- questions, read
-
-
-class Fault(Exception):
-    """What is wrong with the input, in one line for the user."""
+# --------------------------------------------------------------------------------- questions, read
 
 
 def read_questions(args, split):
-    """The first --max_..._samples questions of "train" or "validation": dicts of id, question, context and answers, a
-    list of (text, first character in the context). Raises Fault, which names file, question and what is wrong there.
+    """The first --max_..._samples questions of "train" or "validation": dicts of id, question,
+    context and answers, a list of (text, first character in the context). Raises Fault, which names
+    file, question and what is wrong there.
     """
-    path = args.train_file if split == "train" else args.validation_file
-    limit = args.max_train_samples if split == "train" else args.max_eval_samples
-    name = path or ("rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad")
-    questions = {}
+    train = split == "train"
+    path = args.train_file if train else args.validation_file
+    limit = args.max_train_samples if train else args.max_eval_samples
+    name, questions = path or hub_name(args), {}
     for row in read_squad(path) if path else read_hub(name, split):
         if limit and len(questions) == limit:
             break
-        place = f"{name}: question {row['id']}"
         if row["id"] in questions:
-            raise Fault(f"{place} is there twice")
-        for key in ("question", "context"):
-            if not isinstance(row[key], str):
-                raise Fault(f"{place} has a {key} that is not text: {row[key]!r}")
-            if re.search("[\ud800-\udfff]", row[key]):
-                raise Fault(f"{place} has half a character in its {key}: a surrogate without its other half")
-        if not row["context"].strip():
-            raise Fault(f"{place} has an empty context")
-        if not row["answers"] and not args.version_2_with_negative:
-            raise Fault(f"{place} has no answer: add --version_2_with_negative if this is SQuAD v2.0")
-        for text, start in row["answers"]:
-            if not isinstance(text, str) or not isinstance(start, int):
-                raise Fault(f"{place} has the answer {text!r} at {start!r}: a text and a number are wanted")
-            if not text.strip() or start < 0 or row["context"][start : start + len(text)] != text:
-                there = row["context"][max(start, 0) : start + max(len(text), 1)]
-                raise Fault(f"{place} has its answer {text!r} at character {start} of the context, where {there!r} is")
+            raise Fault(f"{name}: question {row['id']} is there twice")
+        if problem := check_question(row, args.version_2_with_negative):
+            raise Fault(f"{name}: question {row['id']} has {problem}")
         # An answer starts and ends with a token, not with a space.
-        row["answers"] = [(text.strip(), start + len(text) - len(text.lstrip())) for text, start in row["answers"]]
+        row["answers"] = [(text.strip(), start + len(text) - len(text.lstrip()))
+                          for text, start in row["answers"]]
         questions[row["id"]] = row
     if not questions:
         raise Fault(f"{name} has no questions")
     return list(questions.values())
 
 
+def check_question(row, version_2):
+    """What a question has that it should not have, or None."""
+    context = row["context"]
+    for key in ("question", "context"):
+        if not isinstance(row[key], str):
+            return f"a {key} that is not text: {row[key]!r}"
+        if re.search("[\ud800-\udfff]", row[key]):
+            return f"half a character in its {key}: a surrogate without its other half"
+    if not context.strip():
+        return "an empty context"
+    if not row["answers"] and not version_2:
+        return "no answer: add --version_2_with_negative if this is SQuAD v2.0"
+    for text, start in row["answers"]:
+        if not isinstance(text, str) or not isinstance(start, int):
+            return f"the answer {text!r} at {start!r}: a text and a number are wanted"
+        if not text.strip() or start < 0 or context[start : start + len(text)] != text:
+            there = context[max(start, 0) : start + max(len(text), 1)]
+            return f"its answer {text!r} at character {start} of the context, where {there!r} is"
+    return None
+
+
 def read_squad(path):
     """Yield the questions of a file in SQuAD's nested JSON, v1.1 or v2.0. Raises Fault."""
     place = "the file"
     try:
-        for article_number, article in enumerate(json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"], 1):
+        articles = json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]
+        for article_number, article in enumerate(articles, 1):
             place = f"article {article_number}"
+            title = article.get("title") or "without a title"
             for number, paragraph in enumerate(article["paragraphs"], 1):
-                place = f"paragraph {number} of article {article.get('title') or 'without a title'}"
+                place = f"paragraph {number} of article {title}"
                 for qa in paragraph["qas"]:
-                    place = f"a question after {place}" if "id" not in qa else f"question {qa['id']}"
+                    place = f"question {qa['id']}" if "id" in qa else f"a question after {place}"
                     answers = [] if qa.get("is_impossible") else qa["answers"]
                     if not isinstance(answers, list):
                         raise TypeError("answers must be a list")
-                    yield {"id": str(qa["id"]), "question": qa["question"], "context": paragraph["context"],
-                           "answers": [(answer["text"], answer["answer_start"]) for answer in answers]}
+                    answers = [(answer["text"], answer["answer_start"]) for answer in answers]
+                    yield {"id": str(qa["id"]), "question": qa["question"],
+                           "context": paragraph["context"], "answers": answers}
     except OSError as problem:
         raise Fault(f"cannot read {path}: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
@@ -190,6 +180,11 @@ def read_squad(path):
         raise Fault(f"{path}: {place} is not in SQuAD's form: {problem}") from None
 
 
+def hub_name(args):
+    """The name on the Hub of the questions that are used when no files are given."""
+    return "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
+
+
 def read_hub(name, split):
     """Yield the questions of SQuAD from the Hugging Face Hub, or from its cache. Raises Fault."""
     try:
@@ -197,290 +192,300 @@ def read_hub(name, split):
     except Exception as problem:  # the network, the Hub and the cache each have errors of their own
         raise Fault(f"cannot load {name}: {one_line(problem)}; {OFFLINE}") from None
     for row in rows:
-        yield row | {"answers": list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))}
+        texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
+        yield row | {"answers": list(zip(texts, starts, strict=True))}
 
 
-OFFLINE = "where there is no network, run --prepare_data_only on a node that has one first, or give files and a folder"
+# ---------------------------------------------------------------------------- questions, tokenised
 
 
-def one_line(problem):
-    """The first line of a library's error, without the dot at its end."""
-    return [*str(problem).strip().splitlines(), type(problem).__name__][0][:200].rstrip(".")
+def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
+    """The features of a batch of questions, for `datasets.map`. A feature is a question with a
+    window of its context, [CLS] question [SEP] window [SEP]. Raises Fault.
 
-
-# ----------------------------------------------------------------------------------------------- questions, tokenised
-
-
-@dataclass
-class Features:
-    """A split of the data as BERT reads it, on the training device. A feature is a question with a window of its
-    context, [CLS] question [SEP] window [SEP]; a context longer than a window has several, which overlap.
+    Columns: input_ids; begins and stops, the first and one-past-last character of each token;
+    first, the window's first token; start and end, the answer's first and last token, or 0 and 0,
+    [CLS], where the window has no answer; owner, which of the questions it belongs to.
     """
+    asked = batch["question"]
+    lone = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    for name, ids in zip(batch["id"], lone, strict=True):
+        if (room := max_seq_length - 3 - len(ids)) <= doc_stride:  # 3: [CLS] and two [SEP]
+            raise Fault(f"question {name} leaves {max(room, 0)} of --max_seq_length "
+                        f"{max_seq_length} tokens for its context, which must be more than "
+                        f"--doc_stride {doc_stride}")
+    found = tokenizer(asked, batch["context"], truncation="only_second", max_length=max_seq_length,
+                      stride=doc_stride, return_overflowing_tokens=True,
+                      return_offsets_mapping=True)
+    columns = collections.defaultdict(list)
+    for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
+        if 1 not in encoding.sequence_ids:
+            raise Fault(f"question {batch['id'][row]} has a context without tokens")
+        first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
+        start, end = find_span(offsets, first, batch["text"][row], batch["start"][row])
+        feature = {"input_ids": encoding.ids, "begins": offsets[:, 0], "stops": offsets[:, 1],
+                   "first": first, "start": start, "end": end, "owner": owners[row]}
+        for name, value in feature.items():
+            columns[name].append(value)
+    return columns
 
-    questions: list  # dicts, as `read_questions` returns them
-    key: str  # of the feature cache: a hash of all that the tensors depend on
-    input_ids: torch.Tensor  # int32 [features, longest], padded
-    lengths: torch.Tensor  # int64 [features], tokens without padding
-    firsts: torch.Tensor  # int64 [features], the window's first token
-    starts: torch.Tensor  # int64 [features], the answer's first token, or 0, [CLS], where the window has no answer
-    ends: torch.Tensor  # int64 [features], the answer's last token, or 0
-    owners: torch.Tensor  # int64 [features], which of the questions it belongs to
-    offsets: torch.Tensor  # int32 [features, longest, 2], first and one-past-last character of each token; on the CPU
 
-    def to(self, device):
-        """The same features on another device, but for the offsets, which only the text of an answer is cut out by."""
-        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value) and name != "offsets"}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+def find_span(offsets, first, text, start):
+    """The first and last token of an answer, in a window whose context begins at token `first`;
+    (0, 0) unless all of the answer is inside. `start` is -1 where there is no answer.
+    """
+    begins, stops = offsets[first:-1, 0], offsets[first:-1, 1]  # without the [SEP] at the end
+    if not begins[0] <= start <= start + len(text) <= stops[-1]:
+        return 0, 0
+    # The first token that ends after the answer begins, and the last that begins before it ends: a
+    # character may be several tokens, or none.
+    return (first + int(np.searchsorted(stops, start, "right")),
+            first + int(np.searchsorted(begins, start + len(text), "left")) - 1)
 
-    @torch.profiler.record_function("load data")  # its name in a trace
-    def batch(self, ids, width):
-        """What the model reads of the features `ids`, cut or padded to `width` tokens; each is [batch, width]."""
-        positions = torch.arange(width, device=ids.device)
-        mask = positions < self.lengths[ids, None]
-        return {"input_ids": self.input_ids[:, :width][ids], "attention_mask": mask,
-                "token_type_ids": (mask & (positions >= self.firsts[ids, None])).int()}
 
-    def widths(self, lengths):
-        """The width of each batch whose features have `lengths` [..., batch]: dynamic padding, here int64 [...]."""
+class Features(Dataset):
+    """A split of the data as BERT reads it. Item `i` is a feature, as `tokenize` explains it."""
+
+    def __init__(self, questions, table, key, max_seq_length):
+        self.questions, self.table, self.key = questions, table, key  # dicts, datasets.Dataset
+        columns = table.with_format("torch")[:]
+        self.input_ids = list(columns["input_ids"])  # int64 [length] each
+        self.first, self.start, self.end, self.owner = (
+            columns[name] for name in ("first", "start", "end", "owner"))  # int64 [features] each
+        self.lengths = torch.tensor([len(ids) for ids in self.input_ids])
+        self.max_width = max_seq_length
+
+    def __len__(self):
+        return len(self.input_ids)
+
+    def width(self, lengths):
+        """The width of batches whose features have `lengths` [..., batch]: dynamic padding."""
         widths = lengths.amax(-1)
-        if self.input_ids.is_cuda:
+        if torch.cuda.is_available():
             widths = (widths + 7) // 8 * 8  # tensor cores want multiples of 8
-        return widths.clamp(max=self.input_ids.shape[1])
+        return widths.clamp(max=self.max_width)
 
-
-def tokenize(questions, tokenizer, max_seq_length, doc_stride):
-    """The tensors of `Features`, still on the CPU, of questions as `read_questions` returns them. Raises Fault."""
-    rows = []
-    bar = tqdm(total=len(questions), desc="tokenising", unit="question", leave=False, disable=not sys.stdout.isatty())
-    for begin in range(0, len(questions), 1000):
-        part = questions[begin : begin + 1000]
-        asked = [question["question"].strip() for question in part]  # some have hundreds of leading spaces
-        for question, ids in zip(part, tokenizer(asked, add_special_tokens=False)["input_ids"], strict=True):
-            if (room := max_seq_length - 3 - len(ids)) <= doc_stride:  # 3: [CLS] and two [SEP]
-                raise Fault(f"question {question['id']} leaves {max(room, 0)} of --max_seq_length {max_seq_length} "
-                            f"tokens for its context, which must be more than --doc_stride {doc_stride}")
-        batch = tokenizer(asked, [question["context"] for question in part], truncation="only_second",
-                          max_length=max_seq_length, stride=doc_stride, return_overflowing_tokens=True,
-                          return_offsets_mapping=True)
-        for encoding, index in zip(batch.encodings, batch["overflow_to_sample_mapping"], strict=True):
-            if 1 not in encoding.sequence_ids:
-                raise Fault(f"question {part[index]['id']} has a context without tokens")
-            first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets, dtype=np.int32)
-            answers = part[index]["answers"]
-            rows.append((encoding.ids, first, *find_span(offsets, first, answers), begin + index, offsets))
-        bar.update(len(part))
-    bar.close()
-    ids, firsts, starts, ends, owners, offsets = zip(*rows, strict=True)
-    lengths = [len(row) for row in ids]
-    longest = min(-(-max(lengths) // 8) * 8, max_seq_length)  # see Features.widths
-    input_ids = np.full((len(ids), longest), tokenizer.pad_token_id, dtype=np.int32)
-    all_offsets = np.zeros((*input_ids.shape, 2), dtype=np.int32)
-    for row, length in enumerate(lengths):
-        input_ids[row, :length], all_offsets[row, :length] = ids[row], offsets[row]
-    scalars = {"lengths": lengths, "firsts": firsts, "starts": starts, "ends": ends, "owners": owners}
-    return {"input_ids": torch.from_numpy(input_ids), "offsets": torch.from_numpy(all_offsets)} | {
-        name: torch.tensor(values) for name, values in scalars.items()}
-
-
-def find_span(offsets, first, answers):
-    """The first and last token of the first answer in a window whose context starts at token `first`; (0, 0), [CLS],
-    unless all of it is inside.
-    """
-    starts, ends = offsets[first:-1, 0], offsets[first:-1, 1]  # without the [SEP] at the end
-    if answers:
-        text, start = answers[0]
-        if start >= starts[0] and start + len(text) <= ends[-1]:
-            # The first token that ends after the answer begins, the last that starts before it ends: a character may
-            # be several tokens, or none.
-            return (first + int(np.searchsorted(ends, start, "right")),
-                    first + int(np.searchsorted(starts, start + len(text), "left")) - 1)
-    return 0, 0
+    def __getitems__(self, ids):
+        """A whole batch: what the model reads, [batch, width] each; what belongs to its answers."""
+        input_ids = pad_sequence([self.input_ids[i] for i in ids], batch_first=True)
+        ids = torch.tensor(ids)
+        input_ids = F.pad(input_ids, (0, self.width(self.lengths[ids]) - input_ids.shape[1]))
+        positions = torch.arange(input_ids.shape[1])
+        mask = positions < self.lengths[ids, None]
+        in_context = positions >= self.first[ids, None]
+        inputs = {"input_ids": input_ids, "attention_mask": mask,
+                  "token_type_ids": (mask & in_context).int()}
+        count = torch.tensor([mask.sum(), mask.numel()], dtype=torch.float32)
+        return inputs, {"ids": ids, "start": self.start[ids], "end": self.end[ids], "count": count,
+                        "first": self.first[ids], "last": self.lengths[ids] - 2}
 
 
 def load_features(questions, tokenizer, args):
-    """The `Features` of questions, from the cache (under HF_HOME) if they were tokenised before. Raises Fault."""
-    tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be part of the key
-    code = inspect.getsource(tokenize) + inspect.getsource(find_span)  # features of older code are not these
-    settings = [args.max_seq_length, args.doc_stride, code, tokenizer.backend_tokenizer.to_str(), questions]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key[:32]}.safetensors"
-    try:
-        return Features(questions, key, **load_file(path))
-    except (OSError, SafetensorError):  # not there, or damaged
-        tensors = tokenize(questions, tokenizer, args.max_seq_length, args.doc_stride)
-    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial)
-        partial.replace(path)
-    except (OSError, SafetensorError) as problem:
-        raise Fault(f"cannot write to {path.parent}: {one_line(problem)}; set HF_HOME to a folder with space") from None
-    return Features(questions, key, **tensors)
+    """The `Features` of questions; `datasets` caches them, under a key. Raises Fault."""
+    answers = [[*question["answers"], ("", -1)][0] for question in questions]
+    table = datasets.Dataset.from_dict({
+        "id": [question["id"] for question in questions],
+        "question": [question["question"].strip() for question in questions],  # some have hundreds
+        "context": [question["context"] for question in questions],  # of leading spaces
+        "text": [text for text, _ in answers], "start": [start for _, start in answers]})
+    tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
+    code = inspect.getsource(tokenize) + inspect.getsource(find_span)  # features of older code
+    sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
+    key = Hasher.hash([questions, code, tokenizer.backend_tokenizer.to_str(), sizes])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features"
+    for again in (False, True):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            features = table.map(
+                tokenize, batched=True, with_indices=True, remove_columns=table.column_names,
+                fn_kwargs={"tokenizer": tokenizer} | sizes, new_fingerprint=key, desc="tokenising",
+                load_from_cache_file=not again, cache_file_name=f"{folder}/{key}.arrow")
+            if features[-1]["owner"] == len(questions) - 1:
+                return Features(questions, features, key, args.max_seq_length)
+        except (OSError, ValueError) as problem:  # a damaged file is made anew
+            if again:
+                raise Fault(f"cannot write to {folder}: {one_line(problem)}; set HF_HOME to a "
+                            "folder with space") from None
 
 
 def load_inputs(args):
-    """Tokenizer, the model's config, and the `Features` to train and to evaluate on, on the CPU. Raises Fault."""
+    """Tokenizer, the model's config, and the `Features` of both splits. Raises Fault."""
     name = args.model_name_or_path
-    if not Path(name).is_dir() and (name.startswith((".", "/")) or name.count("/") > 1):  # the Hub has OWNER/NAME
+    folder = Path(name).is_dir()
+    if not folder and (name.startswith((".", "/")) or name.count("/") > 1):  # the Hub: OWNER/NAME
         raise Fault(f"there is no model folder {name}")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        if Path(name).is_dir() and not any((Path(name) / file).exists() for file in ("tokenizer.json", "vocab.txt")):
-            raise Fault(f"the model folder {name} has no tokenizer: neither tokenizer.json nor vocab.txt")
+        files = ("tokenizer.json", "vocab.txt")
+        if folder and not any((Path(name) / file).exists() for file in files):
+            raise Fault(f"the model folder {name} has no tokenizer: neither {' nor '.join(files)}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Fault:
         raise
     except Exception as problem:  # of the network, the Hub, or a file in the folder
         raise Fault(f"cannot load {name}: {one_line(problem)}; {OFFLINE}") from None
+    positions = getattr(config, "position_embedding_type", "absolute")
     if config.model_type != "bert":
         raise Fault(f"{name} is a {config.model_type} model; this script trains BERT")
-    if getattr(config, "position_embedding_type", "absolute") != "absolute":
-        raise Fault(f"{name} has {config.position_embedding_type} positions; this script needs absolute ones")
+    if positions != "absolute":
+        raise Fault(f"{name} has {positions} positions; this script needs absolute ones")
     if not tokenizer.is_fast:
-        raise Fault(f"{name} has a {type(tokenizer).__name__}, which is not fast: only fast tokenizers know the "
-                    "characters that a token stands for (tokenizer.json, or vocab.txt with BertTokenizer)")
+        raise Fault(f"{name} has a {type(tokenizer).__name__}, which is not fast: only fast "
+                    "tokenizers know the characters that a token stands for (tokenizer.json, or "
+                    "vocab.txt with BertTokenizer)")
     if len(tokenizer) > config.vocab_size:
-        raise Fault(f"{name} has a tokenizer of {len(tokenizer)} tokens, but a model of {config.vocab_size}")
+        raise Fault(f"{name} has a tokenizer of {len(tokenizer)} tokens, but a model of "
+                    f"{config.vocab_size}")
     if args.max_seq_length > config.max_position_embeddings:
-        raise Fault(f"--max_seq_length {args.max_seq_length} is more than the {config.max_position_embeddings} "
-                    f"positions of {name}")
+        raise Fault(f"--max_seq_length {args.max_seq_length} is more than the "
+                    f"{config.max_position_embeddings} positions of {name}")
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     splits = [read_questions(args, split) for split in ("train", "validation")]
     return tokenizer, config, *(load_features(questions, tokenizer, args) for questions in splits)
 
 
-def load_in_turn(accelerator, args):
-    """`load_inputs` on all ranks. Rank 0 goes first and fills the caches; then the first rank of each node, which has
-    work to do if its disk is another; then the rest.
+class EpochSampler(Sampler):
+    """Training features, each global batch of similar lengths, as padding is wasted work.
+
+    The features are shuffled; pools of 50 global batches (fewer if there would not be 4 pools) are
+    sorted by length and cut into batches; the batches are shuffled. transformers'
+    LengthGroupedSampler has these numbers too. The longest feature comes first: if memory is short,
+    that shows at once. The order depends on seed and epoch alone: any number of processes walks
+    through the same global batches. What does not fill one is dropped.
     """
-    inputs = None
-    for turn in (accelerator.is_main_process, accelerator.is_local_main_process, True):
-        problem = None
-        try:
-            inputs = load_inputs(args) if turn and not inputs else inputs
-        except Fault as fault:
-            problem = str(fault)
-        fail_if_any(problem)
-    return inputs
+
+    def __init__(self, lengths, global_batch_size, seed):
+        self.lengths, self.size, self.seed = lengths, global_batch_size, seed
+        self.steps = len(lengths) // global_batch_size
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch):
+        """Order the epoch: int64 [steps, global batch]. The DataLoader's set_epoch calls this."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)[: self.steps * self.size]
+        pools = order.split(self.size * max(1, min(50, self.steps // 4)))
+        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
+        batches = torch.cat(pools).view(self.steps, self.size)
+        batches = batches[torch.randperm(self.steps, generator=generator)]
+        longest = self.lengths[batches].amax(1).argmax().item()
+        self.order = torch.cat([batches[longest:], batches[:longest]])
+
+    def __len__(self):
+        return self.order.numel()
+
+    def __iter__(self):
+        return iter(self.order.flatten().tolist())
 
 
-def epoch_order(lengths, seed, epoch, global_batch_size):
-    """The feature ids of each step of an epoch, int64 [steps, global batch]; the last incomplete batch is dropped.
-
-    Padding is wasted work, so a global batch has features of similar `lengths` [features]: the features are shuffled,
-    pools of 50 global batches (fewer if there would not be 4 pools) are sorted by length and cut into batches, and the
-    batches are shuffled; transformers' LengthGroupedSampler has these numbers too. The batch with the longest feature
-    comes first: if memory is short, that shows at once. All of it depends on seed and epoch alone: any number of
-    processes walks through the same global batches, and a resumed run finds its place by counting steps.
-    """
-    generator = torch.Generator().manual_seed(seed + epoch)
-    steps = len(lengths) // global_batch_size
-    order = torch.randperm(len(lengths), generator=generator)[: steps * global_batch_size]
-    pools = order.split(global_batch_size * max(1, min(50, steps // 4)))
-    batches = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools]).view(steps, global_batch_size)
-    batches = batches[torch.randperm(steps, generator=generator)]
-    longest = lengths[batches].amax(1).argmax().item()
-    return torch.cat([batches[longest:], batches[:longest]])
-
-
-# ------------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------- model
 
 
 class SpanBert(transformers.BertForQuestionAnswering):
-    """transformers' BERT with its two heads over the tokens, but a forward pass that never waits for the device: the
-    original asks the GPU at every step whether the mask hides anything.
+    """transformers' BERT with its two heads over the tokens, but a forward pass that never waits
+    for the device: the original asks the GPU at every step whether the mask hides anything.
     """
 
     def forward(self, input_ids, attention_mask, token_type_ids):
-        """In: [batch, width] each, the mask as bool. Out: the logits of an answer's start and of its end at each token,
-        [batch, width, 2]; lowest on padding, so that neither loss nor answer depends on how far it goes.
+        """In: [batch, width] each, the mask as bool. Out: the logits of an answer's start and end
+        at each token, [batch, width, 2]; lowest on padding, so that its width changes nothing.
         """
         hidden = self.bert.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
-        hidden = self.bert.encoder(hidden, attention_mask=attention_mask[:, None, None, :])[0]  # all tokens see these
-        logits = self.qa_outputs(hidden)
+        mask = attention_mask[:, None, None, :]  # the same for all heads, and all tokens that look
+        logits = self.qa_outputs(self.bert.encoder(hidden, attention_mask=mask)[0])
         return logits.masked_fill(~attention_mask[:, :, None], torch.finfo(logits.dtype).min)
 
 
 def span_losses(logits, starts, ends):
-    """The mean of the start's and the end's cross-entropy, for each feature: [batch], of logits [batch, width, 2]."""
+    """The mean of the start's and the end's cross-entropy: [batch], of logits [batch, width, 2]."""
     start_logits, end_logits = logits.unbind(-1)
     return (F.cross_entropy(start_logits, starts, reduction="none")
             + F.cross_entropy(end_logits, ends, reduction="none")) / 2
 
 
 def load_model(args, config):
-    """BERT with a new head, or the head it has, the same on all ranks; in float32, as precision is the launcher's."""
+    """BERT with a new head, or the head it has, the same on all ranks; in float32, as precision is
+    the launcher's. A collective.
+    """
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    config.num_labels, config._attn_implementation = 2, "sdpa"  # start and end; attention that knows bool masks
+    config.num_labels, config._attn_implementation = 2, "sdpa"  # start and end; knows bool masks
     set_seed(args.seed)
-    problem, name = None, args.model_name_or_path
+    problem, missing, name = None, [], args.model_name_or_path
     try:
         if args.from_scratch:
-            model, missing = SpanBert(config), []
+            model = SpanBert(config)
         else:
             model, loading = SpanBert.from_pretrained(
                 name, config=config, attn_implementation="sdpa", output_loading_info=True)
             missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
         if missing:
-            problem = f"the weights of {name} lack {len(missing)} parameters of BERT, such as {missing[0]}"
+            problem = (f"the weights of {name} lack {len(missing)} parameters of BERT, such as "
+                       f"{missing[0]}")
     except Exception as reason:  # of the network, the Hub, or a file in the folder
-        problem = f"cannot load the model {name}: {one_line(reason)}; to train without its weights: --from_scratch"
+        problem = (f"cannot load the model {name}: {one_line(reason)}; to train without its "
+                   "weights: --from_scratch")
     fail_if_any(problem)
-    model._no_split_modules = ["BertLayer"]  # FSDP shards layer by layer; transformers' own list makes it fail
+    model._no_split_modules = ["BertLayer"]  # FSDP's units; transformers' own list makes it fail
     return model.float()
 
 
-# ---------------------------------------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------- training
 
 
-def train_epoch(accelerator, model, optimizer, schedule, features, run):
-    """Train to the end of the epoch, or to a step at which all ranks agree to stop; returns whether to stop."""
-    args, epoch, rank = run.args, len(run.progress.evaluations), accelerator.process_index
-    lengths = features.lengths.cpu()
-    order = epoch_order(lengths, args.seed, epoch, run.global_batch_size)
-    # A global batch is sorted by length: micro-batch m is its m-th slice, of which rank r takes the r-th slice. So the
-    # ranks of a step wait little for each other. int64 [steps, accumulation, ranks, batch].
-    slices = order.view(len(order), args.gradient_accumulation_steps, accelerator.num_processes, -1)
-    widths = features.widths(lengths[slices])
-    tokens, places = lengths[order].sum(1).tolist(), (widths.sum((1, 2)) * slices.shape[-1]).tolist()
-    my_ids, my_widths = slices[:, :, rank].to(accelerator.device), widths[:, :, rank].tolist()
-
-    model.train()
-    for step in range(len(order))[run.start_epoch()]:
-        losses = []
-        for ids, width in zip(my_ids[step], my_widths[step], strict=True):
+def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run):
+    """Train and evaluate, epoch by epoch. Returns whether all ranks agreed to stop early."""
+    for epoch in range(run.epoch, run.epochs):
+        train_loader.set_epoch(epoch)  # before skipping: what skip_first_batches returns ignores it
+        loader = train_loader
+        if run.batches_done:  # a resumed run goes on here
+            loader = accelerator.skip_first_batches(train_loader, run.batches_done)
+        model.train()
+        run.start_clock()
+        for inputs, spans in loader:
             with accelerator.accumulate(model):
-                logits = model(**features.batch(ids, width)).float()
-                loss = span_losses(logits, features.starts[ids], features.ends[ids]).mean()
-                accelerator.backward(loss)  # divides by the micro-batches of a step; gradients are means over ranks
+                logits = model(**inputs).float()
+                loss = span_losses(logits, spans["start"], spans["end"]).mean()
+                accelerator.backward(loss)  # means over micro-batches and ranks
                 optimizer.step()
+                [learning_rate] = schedule.get_last_lr()
+                schedule.step()
                 optimizer.zero_grad()
-            losses.append(loss.detach())
-        learning_rate = optimizer.param_groups[0]["lr"]
-        schedule.step()
-        run.progress.tokens += tokens[step]
-        run.progress.places += places[step]
-        if run.end_step(accelerator, losses, learning_rate):
-            return True
+            run.new_losses.append(loss.detach())  # these stay on the device
+            run.new_counts.append(spans["count"])
+            if not accelerator.sync_gradients:
+                continue  # the step has more micro-batches
+            if run.end_step():  # now and then the ranks meet
+                stop = run.meet(accelerator, learning_rate)  # logs the losses since the last time
+                if stop or run.is_saving():
+                    save_checkpoint(accelerator, run)
+                if stop:
+                    return True
+            if run.step == run.total_steps:
+                break
+        metrics = evaluate_epoch(accelerator, model, eval_loader, run)
+        text = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}"
+        run.add_evaluation(accelerator, metrics, -metrics["eval_loss"], text.format(**metrics))
     return False
 
 
-# -------------------------------------------------------------------------------------------------------- evaluation
+# -------------------------------------------------------------------------------------- evaluation
 
 
 def best_spans(logits, first, last, max_answer_length):
-    """The best-scoring span of each feature that is an answer: it starts at or before its end, has at most
-    `max_answer_length` tokens, and lies between the tokens `first` and `last` [batch]. Exact, without n-best lists.
+    """The best-scoring span of each feature that is an answer: it starts at or before its end, has
+    at most `max_answer_length` tokens, and lies between the tokens `first` and `last` [batch].
+    Exact, without n-best lists.
 
-    Returns its score (start logit + end logit), first token and last token, each [batch], of logits [batch, width, 2].
+    Returns its score (start logit + end logit), first token and last token, each [batch], of logits
+    [batch, width, 2].
     """
     positions = torch.arange(logits.shape[1], device=logits.device)
     inside = (positions >= first[:, None]) & (positions <= last[:, None])
     start_logits, end_logits = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
-    # best_ahead[b, s]: the highest of the end logits from s on, over 1, 2, 4, ... and at last all tokens that an answer
-    # may have, by the maximum of two shorter stretches: 5 operations for 30 tokens (max_pool1d takes 3 times as long).
-    best_ahead = ahead = F.pad(end_logits, (0, max_answer_length - 1), value=-torch.inf)
-    reach = 1
+    # best_ahead[b, s]: the highest of the end logits from s on, over 1, 2, 4, ... and at last all
+    # tokens that an answer may have, by the maximum of two shorter stretches: 5 operations for 30
+    # tokens (max_pool1d takes 3 times as long).
+    ahead = F.pad(end_logits, (0, max_answer_length - 1), value=-torch.inf)
+    best_ahead, reach = ahead, 1
     while reach < max_answer_length:
         shift = min(reach, max_answer_length - reach)
         best_ahead = torch.maximum(best_ahead[:, :-shift], best_ahead[:, shift:])
@@ -491,57 +496,49 @@ def best_spans(logits, first, last, max_answer_length):
 
 
 @torch.no_grad()
-def find_answers(accelerator, model, features, batch_size, max_answer_length):
-    """For each feature its loss, the score of "no answer", and its best span's score, start and end, [features, 5].
-
-    All ranks get all rows; each feature counts once, whatever the number of processes. All ranks run the same number of
-    batches, as sharded models communicate in the forward pass: the last ones are filled up with the last feature.
+def find_answers(accelerator, model, loader, max_answer_length):
+    """For each feature its loss, the score of "no answer", and its best span's score, start and
+    end: [features, 5] on the CPU of all ranks. Six numbers per feature travel, never the logits.
     """
     model.eval()
-    lengths, ranks = features.lengths.cpu(), accelerator.num_processes
-    order = lengths.argsort(descending=True, stable=True)  # similar lengths together: little padding
-    rounds = -(-len(order) // (ranks * batch_size))
-    filling = order[-1:].expand(rounds * ranks * batch_size - len(order))
-    mine = torch.cat([order, filling]).view(rounds, ranks, batch_size)[:, accelerator.process_index]
     found = []
-    for ids, width in zip(mine.to(accelerator.device), features.widths(lengths[mine]).tolist(), strict=True):
-        logits = model(**features.batch(ids, width)).float()
-        losses = span_losses(logits, features.starts[ids], features.ends[ids])
-        spans = best_spans(logits, features.firsts[ids], features.lengths[ids] - 2, max_answer_length)
-        found.append(torch.stack([losses, logits[:, 0].sum(1), *spans], 1))
-    # Five numbers a feature travel, never the logits: [ranks, rounds, batch, 5].
-    found = accelerator.gather(torch.stack(found)[None]).transpose(0, 1).reshape(-1, 5)
-    rows = torch.empty(len(order), 5)
-    rows[order] = found[: len(order)].cpu()
-    return rows
+    for inputs, spans in loader:
+        logits = model(**inputs).float()
+        losses = span_losses(logits, spans["start"], spans["end"])
+        best = best_spans(logits, spans["first"], spans["last"], max_answer_length)
+        rows = torch.stack([spans["ids"], losses, logits[:, 0].sum(1), *best], 1)
+        found.append(accelerator.gather_for_metrics(rows))  # without those that fill the last batch
+    found = torch.cat(found).cpu()
+    return found[found[:, 0].argsort(), 1:]
 
 
 def choose_answers(rows, features, version_2):
-    """{question id: text} of the rows that `find_answers` returns: of all windows of a question, the best span.
+    """{question id: text} of the rows that `find_answers` returns: of all windows of a question,
+    the best span.
 
-    With `version_2` the answer is "" where "no answer", at [CLS], has more than the score of the best span; as the
-    official recipe has it, the window counts in which "no answer" scores lowest.
+    With `version_2` the answer is "" where "no answer", at [CLS], scores higher than the best span;
+    as the official recipe has it, the window counts in which "no answer" scores lowest.
     """
-    _, null_scores, scores, starts, ends = rows.T
-    windows = torch.arange(len(rows))
-    begins = features.offsets[windows, starts.long(), 0].tolist()
-    stops = features.offsets[windows, ends.long(), 1].tolist()
     best, nothing = {}, collections.defaultdict(lambda: float("inf"))
-    for owner, null_score, *span in zip(
-            features.owners.tolist(), null_scores.tolist(), scores.tolist(), begins, stops, strict=True):
+    owners = features.owner.tolist()
+    for window, (owner, (_, null_score, score, *_)) in enumerate(
+            zip(owners, rows.tolist(), strict=True)):
         nothing[owner] = min(nothing[owner], null_score)
-        if owner not in best or span[0] > best[owner][0]:
-            best[owner] = span
-    answers = {}
-    for owner, (score, begin, stop) in sorted(best.items()):
-        question = features.questions[owner]
-        answers[question["id"]] = "" if version_2 and nothing[owner] > score else question["context"][begin:stop]
+        if owner not in best or score > rows[best[owner], 2]:
+            best[owner] = window
+    answers, begins, stops = {}, features.table.data["begins"], features.table.data["stops"]
+    for owner, row in sorted(best.items()):
+        question, (_, _, score, start, end) = features.questions[owner], rows[row].tolist()
+        begin, stop = begins[row][int(start)].as_py(), stops[row][int(end)].as_py()
+        text = question["context"][begin:stop]
+        answers[question["id"]] = "" if version_2 and nothing[owner] > score else text
     return answers
 
 
 class SquadMetric(evaluate.Metric):
-    """Exact match and F1 in percent, by the rules of SQuAD's official scripts (Rajpurkar et al., 2016 and 2018) but
-    without a network: compute(predictions=[text], references=[[text, ...]], version_2=bool). v2.0: [] is no answer.
+    """Exact match and F1 in percent, by the rules of SQuAD's official scripts (Rajpurkar et al.,
+    2016 and 2018) but without a network: compute(predictions=[text], references=[[text, ...]],
+    version_2=bool). In v2.0 [] is no answer.
     """
 
     def _info(self):
@@ -554,8 +551,9 @@ class SquadMetric(evaluate.Metric):
         for prediction, texts in zip(predictions, references, strict=True):
             if version_2:  # texts of nothing but articles and punctuation are no answers
                 texts = [text for text in texts if self.words(text)] or [""]
-            exact.append(max(self.words(prediction) == self.words(text) for text in texts))
-            f1.append(max(self.f1(self.words(prediction), self.words(text), version_2) for text in texts))
+            words, right = self.words(prediction), [self.words(text) for text in texts]
+            exact.append(words in right)
+            f1.append(max(self.f1(words, text, version_2) for text in right))
         return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
 
     @staticmethod
@@ -566,63 +564,70 @@ class SquadMetric(evaluate.Metric):
 
     @staticmethod
     def f1(prediction, reference, version_2):
-        """The harmonic mean of precision and recall of the words; without words, v1.1 gives 0, and v2.0 compares."""
+        """The harmonic mean of the words' precision and recall. Without words v1.1 gives 0, and
+        v2.0 compares.
+        """
         if version_2 and not (prediction and reference):
             return float(prediction == reference)
         same = sum((collections.Counter(prediction) & collections.Counter(reference)).values())
         return 2 * same / (len(prediction) + len(reference)) if same else 0.0
 
 
-def evaluate_epoch(accelerator, model, features, run):
-    """Exact match, F1 and loss on the validation questions; rank 0 writes predictions.json."""
-    args, metrics = run.args, None
-    batch_size = args.per_device_eval_batch_size * run.gpus_a_process
-    rows = find_answers(accelerator, model, features, batch_size, args.max_answer_length)
+def evaluate_epoch(accelerator, model, loader, run):
+    """Exact match, F1 and loss on the validation questions. Rank 0 writes predictions.json."""
+    args, features, metrics = run.args, loader.dataset, None
+    rows = find_answers(accelerator, model, loader, args.max_answer_length)
     if accelerator.is_main_process:
         answers = choose_answers(rows, features, args.version_2_with_negative)
-        metrics = SquadMetric(keep_in_memory=True, cache_dir=tempfile.gettempdir()).compute(
-            predictions=list(answers.values()),
-            references=[[text for text, _ in question["answers"]] for question in features.questions],
-            version_2=args.version_2_with_negative,
-        ) | {"eval_loss": rows[:, 0].mean(dtype=torch.float64).item()}
-        write_atomically(run.folder / "predictions.json", json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
+        right = [[text for text, _ in question["answers"]] for question in features.questions]
+        metric = SquadMetric(keep_in_memory=True, cache_dir=tempfile.gettempdir())
+        metrics = metric.compute(predictions=list(answers.values()), references=right,
+                                 version_2=args.version_2_with_negative)
+        metrics["eval_loss"] = rows[:, 0].double().mean().item()
+        text = json.dumps(answers, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(run.folder / "predictions.json", text)
     return broadcast_object_list([metrics])[0]
 
 
 def save_model(accelerator, model, tokenizer, folder):
-    """Save the full weights, gathered from all ranks where they are sharded, for `from_pretrained`. A collective."""
+    """Save the weights, gathered from all ranks if they are sharded, for `from_pretrained`. A
+    collective.
+    """
     weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        # torch.compile puts a prefix before the names.
-        weights = {name.replace("_orig_mod.", ""): weight.cpu().contiguous() for name, weight in weights.items()}
+    if accelerator.is_main_process:  # torch.compile puts a prefix before the names
+        weights = {k.replace("_orig_mod.", ""): w.cpu().contiguous() for k, w in weights.items()}
         whole = accelerator.unwrap_model(model, keep_torch_compile=False)
-        whole.save_pretrained(folder, state_dict=weights)  # if a kill cuts it short, --resume does it again
-        whole.config.architectures = ["BertForQuestionAnswering"]  # not the class of this script or of FSDP
+        whole.save_pretrained(folder, state_dict=weights)  # after a kill, --resume does it again
+        whole.config.architectures = ["BertForQuestionAnswering"]  # not this script's or FSDP's
         whole.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def main():
-    args = parse_args()
-    stop_signals = catch_stop_signals()
-    for library in (transformers, huggingface_hub):
-        library.logging.set_verbosity_error()  # that the head is new, from each rank; that the network is tried again
-    if not sys.stdout.isatty():
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
-    accelerator, strategy = make_accelerator(args)
-    tokenizer, config, train_features, eval_features = load_in_turn(accelerator, args)
-    model = load_model(args, config)
-    counts = {"questions": len(train_features.questions), "samples": len(train_features.lengths),
-              "eval_questions": len(eval_features.questions), "eval_samples": len(eval_features.lengths)}
-    if args.prepare_data_only:
-        say("the model, {questions} training questions ({samples} features) and {eval_questions} validation questions "
-            "({eval_samples} features) are ready".format(**counts))
-        return accelerator.end_training()
-    hub = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
-    run = Run(accelerator, strategy, args, stop_signals, counts | {
+def make_loaders(train_features, eval_features, run):
+    """The DataLoaders of both splits, with the batches of all ranks.
+
+    Without a generator of its own, a DataLoader draws from the one that dropout uses, and a resumed
+    run would see other masks. The Dataset makes whole batches: there is nothing to collate.
+    """
+    options = {"collate_fn": tuple, "pin_memory": torch.cuda.is_available()}
+    sampler = EpochSampler(train_features.lengths, run.global_batch_size, run.args.seed)
+    by_length = eval_features.lengths.argsort(descending=True, stable=True).tolist()
+    eval_batch_size = run.args.per_device_eval_batch_size * run.devices
+    return (DataLoader(train_features, run.batch_size, sampler=sampler, **options,
+                       generator=torch.Generator()),
+            DataLoader(eval_features, eval_batch_size, sampler=by_length, **options,
+                       generator=torch.Generator()))
+
+
+def describe_workload(args, config, train_features, eval_features):
+    """What the record says of model and data; a resumed run must have the same again."""
+    return {
         "model": Path(args.model_name_or_path).name + ", from scratch" * args.from_scratch,
-        "dataset": Path(args.train_file).name if args.train_file else hub,
+        "dataset": Path(args.train_file).name if args.train_file else hub_name(args),
+        "questions": len(train_features.questions),
+        "samples": len(train_features),
+        "eval_questions": len(eval_features.questions),
+        "eval_samples": len(eval_features),
         "features": f"{train_features.key[:8]}, {eval_features.key[:8]}",
         "version_2": args.version_2_with_negative,
         "sequence_length": args.max_seq_length,
@@ -630,64 +635,72 @@ def main():
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "max_answer_length": args.max_answer_length,
-    })
-    train_features, eval_features = train_features.to(accelerator.device), eval_features.to(accelerator.device)
+    }
 
-    # Under ZeRO-3 transformers may have sharded the weights while it loaded them: then numel() is 0.
-    run.record["parameters"] = sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    model, optimizer = prepare(accelerator, strategy, model, optimizer)
-    # The schedule is not prepared: accelerate would step it once for every process.
+
+def main():
+    args = parse_args()
+    stop_signals = catch_stop_signals()
+    for library in (transformers, huggingface_hub):  # that the head is new, from each rank;
+        library.logging.set_verbosity_error()  # that the network is tried again
+    if not sys.stdout.isatty():
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+    accelerator, strategy = make_accelerator(args)
+    tokenizer, config, train_features, eval_features = in_turn(accelerator, load_inputs, args)
+    model = load_model(args, config)
+    if args.prepare_data_only:
+        counts = [(len(part.questions), len(part)) for part in (train_features, eval_features)]
+        say("the model, {} training questions ({} features) and {} validation questions ({} "
+            "features) are ready".format(*counts[0], *counts[1]))
+        return accelerator.end_training()
+    workload = describe_workload(args, config, train_features, eval_features)
+    run = Run(accelerator, strategy, args, stop_signals, workload)
+    train_loader, eval_loader = make_loaders(train_features, eval_features, run)
+
+    # Under ZeRO-3 transformers may have sharded the weights while it loaded them: numel() is 0.
+    sizes = [getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters()]
+    run.record["parameters"] = sum(sizes)
+    model = wrap_for_dp(model, strategy, accelerator.device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, run.total_steps)
-    accelerator.register_for_checkpointing(schedule)
+    model, optimizer, train_loader, schedule = accelerator.prepare(
+        model, optimizer, train_loader, schedule)
+    eval_loader = accelerator.prepare(eval_loader)  # alone: DeepSpeed reads a batch size off all
+    mend_prepared(accelerator, strategy, model)
     set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
 
     if run.start(accelerator) == "completed":
         return accelerator.end_training()
-    stopped = False
-    while len(run.progress.evaluations) < run.epochs and not stopped:
-        stopped = train_epoch(accelerator, model, optimizer, schedule, train_features, run)
-        if not stopped:
-            clock = time.perf_counter()
-            metrics = evaluate_epoch(accelerator, model, eval_features, run)
-            run.add_evaluation(accelerator, metrics, -metrics["eval_loss"], time.perf_counter() - clock)
-            result = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}".format(**metrics)
-            say(f"epoch {len(run.progress.evaluations)}/{run.epochs}: {result}, training loss "
-                f"{run.progress.loss_history[-1][1]:.4f}, {run.seconds['train']:.1f} s of training")
-        save_checkpoint(accelerator, run)
-
+    stopped = train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run)
     if not stopped:
         save_model(accelerator, model, tokenizer, run.folder)
-    unknown = {"exact_match": None, "f1": None, "eval_loss": None}  # stopped in the first epoch
-    run.finish(stopped, run.progress.evaluations[-1] if run.progress.evaluations else unknown)
+    run.finish(stopped, ["exact_match", "f1", "eval_loss"])
     accelerator.end_training()
 
 
-# --------------------------------------------------------------------------- launching: the same in both scripts
+# ------------------------------------------------------------ launching: the same in both scripts
+
+
+class Fault(Exception):
+    """What is wrong with the input, in one line for the user."""
+
+
+def one_line(problem):
+    """A library's error in one line, without the dot at its end."""
+    return (" ".join(str(problem).split()) or type(problem).__name__)[:300].rstrip(".")
 
 
 def fail(message):
-    """End this process with exit code 1; rank 0 (of each node, before the ranks can talk) says why, in one line.
-
-    The others wait a little: if one of them went first, the launcher would end rank 0 before it has spoken.
+    """End this process with exit code 1. Rank 0 says why in one line; before the ranks can talk to
+    each other, the first rank of each node does.
     """
     if os.environ.get("RANK" if torch.distributed.is_initialized() else "LOCAL_RANK", "0") == "0":
         sys.exit(f"error: {message}")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends the others so
-    time.sleep(10)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends the others
+    time.sleep(10)  # if this rank went first, the launcher would end rank 0 before it has spoken
     sys.exit(1)
-
-
-def check_args(parser, args, may_be_zero):
-    """Refuse numbers that no run can have, and --resume without a folder."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and name in may_be_zero):
-            wanted = "not be negative" if name in may_be_zero else "be greater than 0"
-            parser.error(f"--{name} must {wanted}, got {value}")
-    if args.dropout >= 1:
-        parser.error(f"--dropout must be less than 1, got {args.dropout}")
-    if args.resume and not args.output_dir:
-        parser.error("--resume needs --output_dir, the folder of the run to continue")
 
 
 def fail_if_any(problem):
@@ -697,6 +710,21 @@ def fail_if_any(problem):
         fail(problems[0])
 
 
+def in_turn(accelerator, load, *args):
+    """`load(*args)` on all ranks; a Fault ends the run. Rank 0 goes first: it downloads, and fills
+    caches. Then the first rank of each node, in case its disk is another; then the others.
+    """
+    result = None
+    for turn in (accelerator.is_main_process, accelerator.is_local_main_process, True):
+        problem = None
+        try:
+            result = load(*args) if turn and result is None else result
+        except Fault as fault:
+            problem = str(fault)
+        fail_if_any(problem)
+    return result
+
+
 def say(line):
     """Print a line once in the whole run, above the progress bar."""
     if PartialState().is_main_process:
@@ -704,336 +732,445 @@ def say(line):
         sys.stdout.flush()
 
 
+def make_parser(description, example, epochs, batch, eval_batch, learning_rate):
+    """A parser with the flags that both scripts have, and their defaults."""
+    parser = argparse.ArgumentParser(
+        description=f"{description} Strategy, precision and number of processes are not flags of "
+        "this script: they belong to `accelerate launch` and its YAML.",
+        epilog=f"example: accelerate launch --config_file accelerate_configs/{example}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    # One line, and not a usage text from every process.
+    parser.error = lambda message: fail(f"{message} (--help lists the flags)")
+    add = parser.add_argument
+    add("--prepare_data_only", action="store_true", help="fetch and check all inputs, then stop: "
+        "for login nodes")
+    add("--output_dir", help="where results go; all nodes must see it (without: a fresh folder "
+        "under runs/)")
+    add("--num_epochs", type=int, default=epochs, help="passes over the training data")
+    add("--max_train_steps", type=int, help="optimizer steps; overrides --num_epochs")
+    add("--per_device_train_batch_size", type=int, default=batch, help="samples per device and "
+        "micro-batch")
+    add("--per_device_eval_batch_size", type=int, default=eval_batch, help="samples per device")
+    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step; global "
+        "batch = per-device batch x devices x micro-batches")
+    add("--learning_rate", type=float, default=learning_rate, help="the highest of the schedule, "
+        "whatever the number of devices")
+    add("--dropout", type=float, default=0.1, help="share of activations that training sets to 0")
+    add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
+    add("--checkpointing_steps", type=int, help="save every so many steps; without, each epoch")
+    add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest complete "
+        "checkpoint, if there is one")
+    add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
+    add("--profile", action="store_true", help="trace a few steps into OUTPUT_DIR/traces, for "
+        "Perfetto and report.py; the run is no timing then")
+    add("--collective_timeout", type=int, default=300, help="seconds after which a rank that waits "
+        "for another gives up")
+    return parser
+
+
+def parse_checked(parser, *may_be_zero):
+    """The flags. Refuses numbers that no run can have, and --resume without a folder."""
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        may = name in ("seed", "dropout", *may_be_zero)
+        if type(value) in (int, float) and not (value > 0 or value == 0 and may):
+            wanted = "not be negative" if may else "be greater than 0"
+            parser.error(f"--{name} must {wanted}, got {value}")
+    if args.dropout >= 1:
+        parser.error(f"--dropout must be less than 1, got {args.dropout}")
+    if args.resume and not args.output_dir:
+        parser.error("--resume needs --output_dir, the folder of the run to continue")
+    return args
+
+
 def catch_stop_signals():
-    """From now on SIGTERM and SIGUSR1, Slurm's warnings, do no more than add their name to the list returned."""
+    """From now on SIGTERM and SIGUSR1, Slurm's warnings, only add their name to this list."""
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+        signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
     return received
 
 
-def make_accelerator(args):
-    """The accelerator for the launcher's YAML, and its strategy's name. Without a GPU: the same strategy over gloo.
-
-    Stops where the processes would silently do something else than what was asked for.
-    """
-    fsdp, deepspeed, debug = (os.environ.get(f"ACCELERATE_{name}") == "true"
-                              for name in ("USE_FSDP", "USE_DEEPSPEED", "DEBUG_MODE"))
-    world_size, node_size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    gpus, one_process, host = torch.cuda.device_count(), "LOCAL_RANK" not in os.environ, socket.gethostname()
-    if one_process and world_size > 1:
-        fail(f"WORLD_SIZE is {world_size}, but one process was started: unset it, or use a YAML that starts several")
-    if one_process and int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) > 1:
-        fail("baseline and dp are one process on one node, but this was started for several nodes: use ddp.yaml there")
+def check_launch():
+    """Stop where the processes would silently do something else than what was asked for."""
+    alone, node_size = "LOCAL_RANK" not in os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus, host = torch.cuda.device_count(), socket.gethostname()
+    if alone and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        fail(f"WORLD_SIZE is {size}, but one process was started: unset it, or use a YAML that "
+             "starts several")
+    if alone and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
+        fail("baseline and dp are one process on one node, but this was started for several "
+             "nodes: use ddp.yaml there")
     if gpus and not torch.cuda.is_available():
-        fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use, probably because the driver is too "
-             "old: README, 'On a Slurm cluster', says what to install")
+        fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use, probably "
+             "because the driver is too old: README, 'On a Slurm cluster', says what to install")
     if 0 < gpus < node_size:
-        fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes {gpus} to accelerate "
-             "launch (times the number of nodes)")
-    cores = sorted(os.sched_getaffinity(0))
-    if not gpus and 1 < node_size <= len(cores):  # cores of its own for each process and its gloo threads: 10 % faster
-        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: node_size])
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # accelerate lacks the new name
-    sys.modules.setdefault("lomo_optim", None)  # accelerate searches the disk for this package at every step: 0.1 ms
-    sharded = fsdp or deepspeed
-    if not gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it looked for a GPU
-    if deepspeed and not gpus:
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        from deepspeed.ops import __compatible_ops__ as deepspeed_ops
+        fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes "
+             f"{gpus} to accelerate launch (times the number of nodes)")
+    name = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # relative to where the launcher was started
+    if name in os.environ and not Path(os.environ[name]).exists():
+        os.environ[name] = str(Path(__file__).resolve().parent / os.environ[name])
+        if not Path(os.environ[name]).exists():
+            fail(f"the YAML names {os.environ[name]}, which is not there: copy it with the YAML")
 
-        deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles a shared-memory all-reduce, if there is a compiler
-    # Gradients in the buckets that are all-reduced, not a copy of them; and no broadcast of constants at every step.
-    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
+
+def make_accelerator(args):
+    """The accelerator for the launcher's YAML, and the name of its strategy. Without a GPU, the
+    same strategies run on CPU processes that talk over gloo.
+    """
+    check_launch()
+    calm_accelerate()
+    gpus, world_size = torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", 1))
+    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(os.environ)
+    # Gradients lie in the buckets that are all-reduced, not beside them; constants stay at home.
+    handlers = [DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True, broadcast_buffers=False)]
     if sharded or world_size > 1:
         timeout = datetime.timedelta(seconds=args.collective_timeout)
         handlers += [InitProcessGroupKwargs(backend="nccl" if gpus else "gloo", timeout=timeout)]
+    if gpus:
+        torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+    else:
+        set_up_cpu()
     accelerator = Accelerator(
         cpu=not gpus and not sharded,
         kwargs_handlers=handlers,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # The DataLoader makes the batches of all ranks; rank r takes the r-th part of each.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         log_with="tensorboard" if args.with_tracking else None,
         project_dir="runs",  # replaced in Run.start, when the output directory is known
     )
-    state = accelerator.state
-    if fsdp and not gpus:  # accelerate takes FSDP for a GPU matter; torch's fully_shard does not
-        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin()
-        if accelerator.mixed_precision != "no":
-            state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
+    if "ACCELERATE_USE_FSDP" in os.environ and not gpus:
+        allow_fsdp_on_cpu(accelerator)
     if accelerator.num_processes != world_size:
-        fail(f"{world_size} processes were started, but accelerate knows of {accelerator.num_processes}, so each would "
-             "train alone: use accelerate launch with one of the YAMLs")
-    if gpus:
-        torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+        fail(f"{world_size} processes were started, but accelerate knows of "
+             f"{accelerator.num_processes}, so each would train alone: use accelerate launch with "
+             "one of the YAMLs")
+    return accelerator, name_strategy(accelerator.state)
+
+
+def name_strategy(state):
+    """baseline, dp, ddp, fsdp, zero2 or zero3: read off accelerate's state, not off a file name."""
     if state.distributed_type == DistributedType.DEEPSPEED:
-        # It wants the batch size, as it sees no DataLoader; and unless told not to, it alone would clip gradients at 1
-        # and stop the GPU at every step to time it.
-        config, stage = state.deepspeed_plugin.deepspeed_config, state.deepspeed_plugin.zero_stage
-        config |= {"train_micro_batch_size_per_gpu": args.per_device_train_batch_size, "gradient_clipping": 0.0,
-                   "timers": {"throughput": {"enabled": False}}}
-        # Its sizes are for billions of parameters: buffers of 2 GB, and ZeRO-3 would hold all of a model of less than
-        # 1e9 from the forward to the backward pass. Stage 2 would all-reduce, and only after the backward pass.
-        config["zero_optimization"] |= {"reduce_bucket_size": ZERO_BUCKET} | ({
-            "stage3_prefetch_bucket_size": ZERO_BUCKET, "stage3_max_live_parameters": 3 * ZERO_BUCKET,
-            "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": ZERO_WHOLE,
-        } if stage == 3 else {
-            "use_multi_rank_bucket_allreduce": False, "overlap_comm": gpus > 0, "compute_grad_norm": False})
-        return accelerator, f"zero{stage}"
-    if state.distributed_type == DistributedType.FSDP:
-        return accelerator, "fsdp"
-    if state.distributed_type == DistributedType.NO:
-        return accelerator, "dp" if debug else "baseline"  # the mark that dp.yaml explains
-    return accelerator, "ddp"
+        return f"zero{state.deepspeed_plugin.zero_stage}"
+    if state.distributed_type == DistributedType.NO:  # the mark that dp.yaml explains
+        return "dp" if os.environ.get("ACCELERATE_DEBUG_MODE") == "true" else "baseline"
+    return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
-def prepare(accelerator, strategy, model, optimizer):
-    """Wrap model and optimizer for the strategy: `accelerator.prepare`, and what it does not know of."""
-    if strategy == "dp":
-        model = nn.DataParallel(model.to(accelerator.device))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if strategy.startswith("zero"):  # DeepSpeed's groups of ranks come with torch's timeout: 10 or 30 minutes
-        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
+# ---------------------------------------------------------- workarounds: the same in both scripts
+# Each says what it waits for; tests/test_workarounds.py fails when one has become needless.
+
+
+def calm_accelerate():
+    """accelerate, up to 1.15, does not know the new name of DDP's broadcast_buffers, and searches
+    the disk for a package twice a step (0.03 ms).
+    """
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    sys.modules.setdefault("lomo_optim", None)
+
+
+def set_up_cpu():
+    """What only a machine without a GPU needs, before there is an accelerator."""
+    rank, node_size = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < node_size <= len(cores):  # each rank and its gloo threads on cores of its own: 10 %
+        os.sched_setaffinity(0, cores[rank::node_size])
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it looked for a GPU
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from deepspeed.ops import __compatible_ops__ as deepspeed_ops
+
+        deepspeed_ops["deepspeed_shm_comm"] = False  # or 0.19.8 compiles an all-reduce of its own
+
+
+def allow_fsdp_on_cpu(accelerator):
+    """accelerate, up to 1.15, takes FSDP for a matter of GPUs; torch's fully_shard does not."""
+    state = accelerator.state
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
+
+
+def wrap_for_dp(model, strategy, device):
+    """accelerate has no DataParallel: one process that drives all GPUs, with a thread for each."""
+    return nn.DataParallel(model.to(device)) if strategy == "dp" else model
+
+
+def mend_prepared(accelerator, strategy, model):
+    """What `accelerator.prepare` leaves undone."""
+    if strategy.startswith("zero"):  # DeepSpeed 0.19.8 gives its groups of ranks torch's timeout
+        old = getattr(distributed_c10d, "_set_pg_timeout", None)  # its name before torch 2.15
+        set_timeout = getattr(distributed_c10d, "set_timeout", old)
         for group in distributed_c10d._world.pg_map:
             set_timeout(accelerator.init_handler.timeout, group)
     if strategy == "fsdp" and accelerator.device.type == "cpu":
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # gloo cannot average: torch 2.8 lets it sum gradients instead
+            if isinstance(module, FSDPModule):  # torch 2.8's gloo sums for a mean: pytorch#162338
                 module.set_force_sum_reduction_for_comms(True)
-    return model, optimizer
 
 
-# ----------------------------------------------------- runs, checkpoints and records: the same in both scripts
+def leave():
+    """End the process at once. On Python's own way out, gloo's threads outlive DDP, and abort one
+    in a hundred processes that are done (pytorch#190489, open with torch 2.15).
+    """
+    sys.stdout.flush()
+    os._exit(0)
 
 
-@dataclass
-class Progress:
-    """How far a run has come. A checkpoint holds it, as JSON, beside what accelerate saves."""
-
-    step: int = 0  # optimizer steps done
-    loss_history: list = field(default_factory=list)  # [step, mean loss of its global batch]; steps count from 1
-    evaluations: list = field(default_factory=list)  # the metrics after each epoch
-    best: list = field(default_factory=list)  # [score, step] of the best of them; higher is better
-    tokens: int = 0  # trained on, padding not counted; 0 where samples are not texts
-    places: int = 0  # the same, padding counted
-
-
-def device_name():
-    """The model of the GPU, or of the CPU where there is none: runs on another are not to be compared."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    models = []
-    with contextlib.suppress(OSError):  # some containers hide the file, and ARM names no model in it
-        models = re.findall(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(errors="replace"), re.M)
-    return f"CPU ({models[0] if models else platform.machine()})"
+# --------------------------------------------------- a run and its record: the same in both scripts
 
 
 class Run:
-    """A run as it was asked for, how far it is, its stopwatch and its record. Sizes are in samples and steps."""
+    """A run as it was asked for, how far it is, its stopwatch and its record."""
+
+    STATE = ("step", "loss_history", "evaluations", "best", "tokens", "places")  # in checkpoints
 
     def __init__(self, accelerator, strategy, args, stop_signals, workload):
-        gpus = torch.cuda.device_count()
         self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
-        self.gpus_a_process = max(1, gpus) if strategy == "dp" else 1
-        self.devices = accelerator.num_processes * self.gpus_a_process
-        self.global_batch_size = args.per_device_train_batch_size * self.devices * args.gradient_accumulation_steps
+        gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
+        self.devices = accelerator.num_processes * gpus
+        self.batch_size = args.per_device_train_batch_size * self.devices  # of the DataLoader
+        self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
         self.steps_per_epoch = workload["samples"] // self.global_batch_size
         if self.steps_per_epoch == 0:
-            fail(f"the global batch of {self.global_batch_size} = {args.per_device_train_batch_size} a device x "
-                 f"{self.devices} devices x {args.gradient_accumulation_steps} micro-batches is larger than the data "
-                 f"set of {workload['samples']}: lower --per_device_train_batch_size")
+            fail(f"the global batch of {self.global_batch_size} = "
+                 f"{args.per_device_train_batch_size} a device x {self.devices} devices x "
+                 f"{args.gradient_accumulation_steps} micro-batches is larger than the data set of "
+                 f"{workload['samples']}: lower --per_device_train_batch_size")
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
-        if args.profile and self.total_steps < WARMUP_STEPS + 2 + PROFILE_STEPS:
-            fail(f"--profile needs {WARMUP_STEPS + 2 + PROFILE_STEPS} steps, and this run has {self.total_steps}")
         self.epochs = -(-self.total_steps // self.steps_per_epoch)
+        if args.profile and self.total_steps < (least := WARMUP_STEPS + 2 + PROFILE_STEPS):
+            fail(f"--profile needs {least} steps, and this run has {self.total_steps}")
         self.folder = make_output_dir(args, strategy)
-        workload = workload | {
-            "epochs": None if args.max_train_steps else args.num_epochs,
-            "steps": args.max_train_steps,
-            "per_device_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "precision": accelerator.mixed_precision,
-            "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
-        }
-        same = {
-            "strategy": strategy,
-            "processes": accelerator.num_processes,
-            "devices": self.devices,
-            "seed": args.seed,
-        }
-        # What has to be the same when the run is resumed.
-        self.settings = same | workload | {"learning_rate": args.learning_rate, "dropout": args.dropout}
-        also = ("per_device_batch_size", "gradient_accumulation_steps", "precision", "dynamo")
-        self.record = same | {name: workload[name] for name in also} | {
-            "script": Path(__file__).name,
-            "device_name": device_name(),
-            "global_batch_size": self.global_batch_size,
-            "workload": workload,
-            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-            | {name: getattr(sys.modules.get(name), "__version__", None)  # None: not in use
-               for name in ("torch", "accelerate", "deepspeed", "transformers")},
-            "git_commit": find_git_commit(),
-            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-            "argv": sys.argv,
-        }
-        self.progress, self.resumed_from = Progress(), None
+        self.describe(accelerator, workload)
+        self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean of global batch]
+        self.tokens, self.places = 0, 0  # trained on: without padding, and with it
+        self.evaluations, self.best = [], []  # metrics of each epoch; [score, step] of the best
+        # Of micro-batches since the last meeting: losses, and [tokens, places]; steps per second.
+        self.new_losses, self.new_counts, self.pace = [], [], 0.0
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
         self.profiling, self.profiler = contextlib.ExitStack(), None
 
+    def describe(self, accelerator, workload):
+        """Begin the record, and note the settings that a resumed run must have again."""
+        args, libraries = self.args, ("torch", "accelerate", "deepspeed", "transformers")
+        where = {"strategy": self.strategy, "processes": accelerator.num_processes,
+                 "devices": self.devices, "seed": args.seed}
+        how = {"per_device_batch_size": args.per_device_train_batch_size,
+               "gradient_accumulation_steps": args.gradient_accumulation_steps,
+               "precision": accelerator.mixed_precision,
+               "dynamo": accelerator.state.dynamo_plugin.backend.value.lower()}
+        epochs = None if args.max_train_steps else args.num_epochs
+        workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps}
+        rates = {"learning_rate": args.learning_rate, "dropout": args.dropout}
+        self.settings = where | workload | rates
+        self.record = where | how | {
+            "script": Path(__file__).name,
+            "device_name": device_name(),
+            "global_batch_size": self.global_batch_size,
+            "workload": workload,
+            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | {
+                name: getattr(sys.modules.get(name), "__version__", None) for name in libraries},
+            "git_commit": find_git_commit(),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            "argv": sys.argv,
+        }
+
     def start(self, accelerator):
-        """Resume if asked to, say what is about to run, and start to measure. Returns "completed" if nothing is left
-        to do.
+        """Resume if asked to, say what is about to run, and start to measure. Returns "completed"
+        if nothing is left to do.
         """
         found = find_checkpoint(self) if self.args.resume else None
         if found == "completed":
-            say(f"{self.folder} holds a completed run already; its record is {self.folder}/run.json")
+            say(f"{self.folder} holds a completed run already; its record is "
+                f"{self.folder}/run.json")
             return found
         if found:
-            checkpoint, self.progress = found
-            accelerator.load_state(checkpoint)
-            self.resumed_from = str(checkpoint)
-            say(f"resuming from {checkpoint}")
-        first, self.first_tokens = self.progress.step, self.progress.tokens
+            accelerator.load_state(found[0])
+            vars(self).update(found[1])
+            say(f"resuming from {found[0]}")
+        self.resumed_from, self.first_tokens = found and str(found[0]), self.tokens
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers("tensorboard", vars(self.args) | self.settings,
-                                      {"tensorboard": {"purge_step": first + 1}})  # drop what the resumed run redoes
-        where = f"{self.devices} x {self.record['device_name']}" + " in one process" * (self.strategy == "dp")
-        say(f"{self.strategy} on {where}: {self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
+            accelerator.init_trackers("tensorboard", vars(self.args) | self.settings, {
+                "tensorboard": {"purge_step": self.step + 1}})  # drop what the resumed run redoes
+        where = " in one process" if self.strategy == "dp" else ""
+        say(f"{self.strategy} on {self.devices} x {self.record['device_name']}{where}: "
+            f"{self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
             f"{self.global_batch_size} samples; results go to {self.folder}")
-        self.warm_step = first + min(WARMUP_STEPS, (self.total_steps - first) // 2)
-        self.sync_step = first + 1
+        self.warm_step = self.step + min(WARMUP_STEPS, (self.total_steps - self.step) // 2)
+        self.next_meeting = self.step + 1
         if self.args.profile:
             steps = {"wait": WARMUP_STEPS, "warmup": 2, "active": PROFILE_STEPS, "repeat": 1}
-            handler = ProfileKwargs(activities=sorted({"cpu", accelerator.device.type}), schedule_option=steps,
-                                    output_trace_dir=str(self.folder / "traces"))
-            self.profiler = self.profiling.enter_context(accelerator.profile(handler))
-        self.seconds["startup"] = seconds_alive()
-        self.line_at = time.perf_counter()
-        self.bar = tqdm(total=self.total_steps, initial=first, unit="step", leave=False, file=sys.stdout,
-                        disable=not (accelerator.is_main_process and sys.stdout.isatty()))
+            self.profiler = self.profiling.enter_context(accelerator.profile(ProfileKwargs(
+                activities=sorted({"cpu", accelerator.device.type}), schedule_option=steps,
+                output_trace_dir=str(self.folder / "traces"))))
+        self.seconds["startup"], self.line_at = seconds_alive(), time.perf_counter()
+        hidden = not (accelerator.is_main_process and sys.stdout.isatty())
+        self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
+                        file=sys.stdout, disable=hidden)
 
-    def start_epoch(self):
-        """Start the stopwatch. Returns the steps of the epoch that are left to do, as a slice."""
-        self.losses, self.clock = [], time.perf_counter()
-        first = len(self.progress.evaluations) * self.steps_per_epoch
-        return slice(self.progress.step - first, self.total_steps - first)
+    @property
+    def epoch(self):
+        """The epoch that is under way, counted from 0. It lasts until it has been evaluated."""
+        return len(self.evaluations)
 
-    def end_step(self, accelerator, losses, learning_rate):
-        """Count an optimizer step with the losses of its micro-batches; returns whether all ranks agree to stop.
+    @property
+    def batches_done(self):
+        """The DataLoader's batches that this epoch has trained on."""
+        steps = self.step - self.epoch * self.steps_per_epoch
+        return steps * self.args.gradient_accumulation_steps
 
-        Every SYNC_STEPS steps, or SYNC_SECONDS if steps are slow, one small all-reduce brings home the losses since
-        the last one and any rank's wish to stop. In between, nothing waits for the device.
-        """
-        self.losses += losses
-        self.progress.step = step = self.progress.step + 1
+    def start_clock(self):
+        """Measure from here to the next meeting, or to the end of the evaluation."""
+        self.clock = time.perf_counter()
+
+    def end_step(self):
+        """Count an optimizer step. Returns whether the ranks meet now: rarely, as it takes time."""
+        self.step += 1
         if self.profiler:
             self.profiler.step()
-        saving = self.args.checkpointing_steps and step % self.args.checkpointing_steps == 0
-        ending = step == self.total_steps or step % self.steps_per_epoch == 0
-        if not (saving or ending or step % SYNC_STEPS == 0 or step in (self.warm_step, self.sync_step)):
-            return False
-        means = torch.stack(self.losses).view(-1, self.args.gradient_accumulation_steps).mean(1)
-        rate = len(means) / (time.perf_counter() - self.clock)
-        others = torch.tensor([len(self.stop_signals), rate], device=means.device)
-        *means, stop, rate = accelerator.reduce(torch.cat([means, others]), "mean").tolist()
-        self.sync_step = step + max(1, int(rate * SYNC_SECONDS))  # the same on all ranks, as the mean is
-        self.show_steps(accelerator, means, learning_rate, time.perf_counter() - self.clock)
-        if saving and not ending and not stop:  # at the end of an epoch, its evaluation comes first
-            save_checkpoint(accelerator, self)
-        self.losses, self.clock = [], time.perf_counter()
-        return bool(stop)
+        due = self.step % SYNC_STEPS == 0 or self.step in (self.warm_step, self.next_meeting)
+        return due or self.is_saving()
+
+    def is_saving(self):
+        """Whether a checkpoint is due: by --checkpointing_steps, or as an epoch ends."""
+        epoch_ends = min((self.epoch + 1) * self.steps_per_epoch, self.total_steps)
+        every = self.args.checkpointing_steps
+        return self.step == epoch_ends or bool(every and self.step % every == 0)
+
+    def meet(self, accelerator, learning_rate):
+        """Bring home the losses since the last meeting, and show them. Returns whether any rank was
+        told to stop, the same on all ranks. A collective: one small all-reduce.
+        """
+        accumulation = self.args.gradient_accumulation_steps
+        means = torch.stack(self.new_losses).view(-1, accumulation).mean(1)
+        counts = torch.stack(self.new_counts).sum(0) if self.new_counts else means.new_zeros(2)
+        own = torch.cat([means, counts, means.new_tensor([len(self.stop_signals), self.pace])])
+        *losses, tokens, places, stop, pace = accelerator.reduce(own, "mean").tolist()
+        seconds, self.new_losses, self.new_counts = time.perf_counter() - self.clock, [], []
+        self.tokens += round(tokens * accelerator.num_processes)
+        self.places += round(places * accelerator.num_processes)
+        self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
+        self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
+        self.show_steps(accelerator, losses, learning_rate, seconds)
+        self.start_clock()
+        return stop > 0
 
     def show_steps(self, accelerator, losses, learning_rate, seconds):
-        """Take in the losses of the steps since the last call, the last one's learning rate, and their time; show them
-        as a bar in a terminal and as a line now and then in a log file.
+        """Note the losses of the last steps and their time. Show them as a bar in a terminal, and
+        as a line now and then in a log file.
         """
-        step, rate = self.progress.step, len(losses) * self.global_batch_size / seconds
-        self.progress.loss_history += [[step - len(losses) + i + 1, loss] for i, loss in enumerate(losses)]
+        rate, first = len(losses) * self.global_batch_size / seconds, self.step - len(losses) + 1
+        self.loss_history += [[first + i, loss] for i, loss in enumerate(losses)]
         self.seconds["train"] += seconds
-        if step > self.warm_step:
-            self.steady_seconds, self.steady_steps = self.steady_seconds + seconds, self.steady_steps + len(losses)
+        if self.step > self.warm_step:
+            self.steady_seconds += seconds
+            self.steady_steps += len(losses)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", samples_per_s=f"{rate:,.0f}", refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(self.step - self.bar.n)
         if self.bar.disable and time.perf_counter() - self.line_at > LOG_SECONDS:
-            say(f"step {step}/{self.total_steps}  loss {losses[-1]:.4f}  {rate:,.0f} samples/s")
+            say(f"step {self.step}/{self.total_steps}  loss {losses[-1]:.4f}  "
+                f"{rate:,.0f} samples/s")
             self.line_at = time.perf_counter()
-        accelerator.log({"loss": losses[-1], "learning_rate": learning_rate, "samples_per_second": rate}, step)
+        accelerator.log({"loss": losses[-1], "learning_rate": learning_rate,
+                         "samples_per_second": rate}, self.step)
 
-    def add_evaluation(self, accelerator, metrics, score, seconds):
-        """Take in the metrics of the epoch that has ended; the best checkpoint is the one with the highest score."""
-        self.seconds["eval"] += seconds
-        self.progress.evaluations.append(metrics)
-        if not self.progress.best or score > self.progress.best[0]:
-            self.progress.best = [score, self.progress.step]
-        accelerator.log(metrics, self.progress.step)
+    def add_evaluation(self, accelerator, metrics, score, text):
+        """Note the metrics of the epoch that is over. The best checkpoint has the highest score."""
+        self.seconds["eval"] += time.perf_counter() - self.clock
+        self.evaluations.append(metrics)
+        if not self.best or score > self.best[0]:
+            self.best = [score, self.step]
+        accelerator.log(metrics, self.step)
+        say(f"epoch {self.epoch}/{self.epochs}: {text}, training loss "
+            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
+        save_evaluation(self)
 
-    def finish(self, stopped, metrics):
-        """Write OUTPUT_DIR/run.json, where what is not known is null, and say how the run ended. A collective."""
+    def finish(self, stopped, unknown):
+        """Write OUTPUT_DIR/run.json, and say how the run ended. What is not known is null; before
+        the first evaluation, that is the metrics `unknown`. A collective.
+        """
         self.bar.close()
         self.profiling.close()
-        self.seconds["total"] = seconds_alive()
-        rate = self.steady_steps * self.global_batch_size / self.steady_seconds if self.steady_steps else None
-        tokens, places, trained = self.progress.tokens, self.progress.places, self.seconds["train"]
+        self.seconds["total"], trained = seconds_alive(), self.seconds["train"]
+        steady, tokens, new = self.steady_seconds, self.tokens, self.tokens - self.first_tokens
+        rate = self.steady_steps * self.global_batch_size / steady if steady else None
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
-            "epochs": round(self.progress.step / self.steps_per_epoch, 3),
-            "steps": self.progress.step,
+            "epochs": round(self.step / self.steps_per_epoch, 3),
+            "steps": self.step,
             "tokens": tokens or None,
-            "padding_share": round(1 - tokens / places, 4) if places else None,
-            "seconds": {name: seconds and round(seconds, 3) for name, seconds in self.seconds.items()},
+            "padding_share": round(1 - tokens / self.places, 4) if tokens else None,
+            "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
-            "tokens_per_second": round((tokens - self.first_tokens) / trained, 1) if tokens and trained else None,
+            "tokens_per_second": round(new / trained, 1) if new and trained else None,
             "ranks": ranks,
-            "metrics": metrics,
+            "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(unknown),
             "status": "preempted" if stopped else "completed",
             "resumed_from": self.resumed_from,
             "profiled": self.args.profile,
-            "loss_history": self.progress.loss_history,
+            "loss_history": self.loss_history,
         }
         if PartialState().is_main_process:
             write_atomically(self.folder / "run.json", json.dumps(self.record, indent=1) + "\n")
         if stopped:
             reason = ", ".join(sorted(set(self.stop_signals))) or "a signal to another rank"
-            say(f"stopped by {reason} after step {self.progress.step} of {self.total_steps}; saved: add --resume "
-                f"--output_dir {self.folder} to continue")
+            say(f"stopped by {reason} after step {self.step} of {self.total_steps}; saved: add "
+                f"--resume --output_dir {self.folder} to continue")
         else:
-            say(f"completed {self.progress.step:,} steps: {trained:.1f} s of training, "
+            say(f"completed {self.step:,} steps: {trained:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 
-def find_git_commit():
-    """The commit that this script is from, or None."""
-    if not shutil.which("git"):
-        return None
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
 def make_output_dir(args, strategy):
-    """The run's folder, the same on all ranks; it exists, and holds no other run unless that is to be resumed."""
-    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in the same second
-    [folder] = broadcast_object_list([Path(args.output_dir or f"runs/{Path(__file__).stem}-{strategy}-{now}")])
+    """The run's folder, the same on all ranks. It holds no other run, unless that is to go on."""
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # two may start in one second
+    folder = Path(args.output_dir or f"runs/{Path(__file__).stem}-{strategy}-{now}")
+    [folder] = broadcast_object_list([folder])
     checkpoints, problem = folder / "checkpoints", None
-    if sys.getfilesystemencoding() != "utf-8" and not str(folder).isascii():  # libraries in Rust would not find it
-        problem = f"in a locale that is not UTF-8, the name of {folder} is not safe: set PYTHONUTF8=1, or rename it"
+    if sys.getfilesystemencoding() != "utf-8" and not str(folder).isascii():  # Rust cannot find it
+        problem = (f"in a locale that is not UTF-8, the name of {folder} is not safe: set "
+                   "PYTHONUTF8=1, or rename it")
     elif PartialState().is_main_process:
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            if not os.access(checkpoints, os.W_OK):
-                problem = f"cannot write to the output directory {folder}"
-            elif not args.resume and ((folder / "run.json").exists() or any(checkpoints.glob("step_*"))):
-                problem = f"{folder} holds another run: add --resume to continue it, or choose another --output_dir"
+            used = (folder / "run.json").exists() or any(checkpoints.glob("step_*"))
+            if used and not args.resume:
+                problem = (f"{folder} holds another run: add --resume to continue it, or choose "
+                           "another --output_dir")
+            tempfile.TemporaryFile(dir=checkpoints).close()
         except OSError as reason:
             problem = f"cannot write to the output directory {folder}: {reason.strerror}"
     fail_if_any(problem)
     if not checkpoints.exists():
-        problem = f"{socket.gethostname()} does not see {folder}: choose an --output_dir on a file system of all nodes"
+        problem = (f"{socket.gethostname()} does not see {folder}: choose an --output_dir on a "
+                   "file system of all nodes")
     fail_if_any(problem)
     return folder
+
+
+def find_git_commit():
+    """The commit that this script is from, or None."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "HEAD"]
+    done = shutil.which("git") and subprocess.run(command, capture_output=True, text=True)
+    return done and done.stdout.strip() or None
+
+
+def device_name():
+    """The model of the GPU, or else of the CPU: times on different models are not compared."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    models = []
+    with contextlib.suppress(OSError):  # some containers hide the file, and ARM's names no model
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        models = re.findall(r"^model name\s*: (.*\S)", text, re.M)
+    return f"CPU ({models[0] if models else platform.machine()})"
 
 
 def seconds_alive():
@@ -1042,8 +1179,8 @@ def seconds_alive():
 
 
 def describe_rank():
-    """Real, user and system seconds of this process, as `time` prints them, and its peak memory in MB: what torch
-    allocated on its (fullest) GPU, or without one the resident set.
+    """Real, user and system seconds of this process, as `time` prints them; its peak memory in MB:
+    what torch allocated on its (fullest) GPU, or without a GPU the resident set.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     memory = [torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())]
@@ -1053,12 +1190,15 @@ def describe_rank():
         "real": round(seconds_alive(), 3),
         "user": round(usage.ru_utime, 3),
         "sys": round(usage.ru_stime, 3),
-        "peak_memory_mb": round((max(memory) if memory else usage.ru_maxrss * 1024) / 1e6, 1),
+        "peak_memory_mb": round(max(memory, default=usage.ru_maxrss * 1024) / 1e6, 1),
     }
 
 
+# ----------------------------------------------------------- checkpoints: the same in both scripts
+
+
 def write_atomically(path, text):
-    """Write a file so that a kill at any moment leaves the old one or the new one, never half of it."""
+    """Write a file. A kill at any moment leaves the old one or the new one, never half of it."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -1068,11 +1208,10 @@ def write_atomically(path, text):
 
 
 def save_checkpoint(accelerator, run):
-    """Save everything that --resume needs as checkpoints/step_N; the links `last` and `best` follow. A collective.
-
-    A kill during a save never leaves a checkpoint that looks whole: it gets its name when it is complete on disk.
+    """Save what --resume needs as checkpoints/step_N, which gets that name when it is complete on
+    disk: a kill never leaves a checkpoint that only looks whole. A collective.
     """
-    final = run.folder / "checkpoints" / f"step_{run.progress.step:08d}"
+    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
     partial = final.with_suffix(".partial")
     if accelerator.is_main_process:
         for leftover in final.parent.glob("step_*.partial"):
@@ -1081,25 +1220,37 @@ def save_checkpoint(accelerator, run):
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
-        for name in files:
-            with open(partial / name, "rb") as file:
-                os.fsync(file.fileno())
-        content = {"settings": run.settings, "progress": asdict(run.progress), "files": files}
-        write_atomically(partial / "checkpoint.json", json.dumps(content))
-        name_checkpoint(partial, final, run.progress)
-    accelerator.wait_for_everyone()
-
-
-def name_checkpoint(partial, final, progress):
-    """Give a complete checkpoint its name, let the links `last` and `best` follow, and remove old checkpoints."""
-    if final.exists():  # saved before its evaluation: nothing was trained since, only the progress is new
-        content = json.loads((final / "checkpoint.json").read_bytes()) | {"progress": asdict(progress)}
-        write_atomically(final / "checkpoint.json", json.dumps(content))
-        shutil.rmtree(partial)
-    else:
+        sizes = {}
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+                sizes[str(path.relative_to(partial))] = path.stat().st_size
+        write_state(partial, run, sizes)
         partial.rename(final)
-    best = final.with_name(f"step_{progress.best[1]:08d}") if progress.best else None
+        link_and_prune(final, run.best)
+    accelerator.wait_for_everyone()
+    run.start_clock()
+
+
+def save_evaluation(run):
+    """Note an evaluation in the checkpoint that was saved before it."""
+    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
+    if PartialState().is_main_process:
+        write_state(final, run, json.loads((final / "checkpoint.json").read_bytes())["files"])
+        link_and_prune(final, run.best)
+
+
+def write_state(folder, run, sizes):
+    """Write a checkpoint's own file: how far the run is, its settings, the other files' sizes."""
+    state = {name: getattr(run, name) for name in run.STATE}
+    content = {"settings": run.settings, "state": state, "files": sizes}
+    write_atomically(folder / "checkpoint.json", json.dumps(content))
+
+
+def link_and_prune(final, best):
+    """Let the links `last` and `best` follow, and remove old checkpoints."""
+    best = final.with_name(f"step_{best[1]:08d}") if best else None
     for link, target in (("last", final), ("best", best)):
         if target and target.exists():
             new = final.with_name(f".{link}")
@@ -1112,45 +1263,50 @@ def name_checkpoint(partial, final, progress):
 
 
 def find_checkpoint(run):
-    """What --resume starts from, the same on all ranks: "completed", (path, Progress), or None. A collective.
-
-    Damaged checkpoints are skipped with a warning; settings that differ from the checkpoint's are an error.
+    """What --resume starts from, the same on all ranks: "completed", (path, state), or None.
+    Settings that differ are an error. A collective.
     """
-    found, problem, damaged = None, None, []
-    if PartialState().is_main_process and (run.folder / "run.json").exists():
-        record = json.loads((run.folder / "run.json").read_bytes())
+    found = problem = None
+    if PartialState().is_main_process:
+        file = run.folder / "run.json"
+        record = json.loads(file.read_bytes()) if file.exists() else {"status": None}
         if record["status"] == "completed":
-            kept = {key: value for key, value in {**record, **record["workload"]}.items() if key in run.settings}
-            found, problem = "completed", difference(kept, run.settings)
-    if PartialState().is_main_process and not found:
-        for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
-            try:
-                content = json.loads((path / "checkpoint.json").read_bytes())
-                for name, size in content["files"].items():
-                    if (path / name).stat().st_size != size:
-                        raise ValueError(f"{name} has {(path / name).stat().st_size} bytes of {size}")
-                found, problem = (path, Progress(**content["progress"])), difference(content["settings"], run.settings)
-                break
-            except (OSError, ValueError, KeyError, TypeError) as damage:
-                say(f"warning: skipping the damaged checkpoint {path}: {damage}")
-                damaged.append(path)
-        if damaged and not found:
-            problem = f"no checkpoint in {run.folder}/checkpoints is whole: start afresh in another --output_dir"
-        elif not problem:
-            for path in damaged:  # out of the way of the new checkpoints
-                path.rename(path.with_suffix(".damaged"))
+            found, problem = "completed", difference(record | record["workload"], run.settings)
+        else:
+            found, problem = find_whole_checkpoint(run)
     fail_if_any(problem)
     return broadcast_object_list([found])[0]
 
 
+def find_whole_checkpoint(run):
+    """((path, state) of the newest or None, what is wrong or None). Damaged ones are renamed."""
+    damaged = []
+    for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
+        try:
+            content = json.loads((path / "checkpoint.json").read_bytes())
+            for name, size in content["files"].items():
+                if (path / name).stat().st_size != size:
+                    raise ValueError(f"{name} has {(path / name).stat().st_size} bytes of {size}")
+            problem = difference(content["settings"], run.settings)
+            found = path, content["state"]
+        except (OSError, ValueError, KeyError, TypeError) as damage:
+            say(f"warning: skipping the damaged checkpoint {path}: {damage}")
+            damaged.append(path)
+            continue
+        for path in damaged if not problem else []:  # out of the way of the new checkpoints
+            path.rename(path.with_suffix(".damaged"))
+        return found, problem
+    return None, (f"no checkpoint in {run.folder}/checkpoints is whole: start afresh in another "
+                  "--output_dir") if damaged else None
+
+
 def difference(old, new):
-    """None, or the sentence that says in which settings this run differs from the one to be resumed."""
-    changes = [f"{key} {old[key]} -> {new.get(key)}" for key in old if old[key] != new.get(key)]
+    """None, or the sentence that says in which settings this run differs from the one to resume."""
+    changes = [f"{key} {old[key]} -> {new[key]}" for key in new
+               if old.get(key, new[key]) != new[key]]
     return f"cannot resume a run with other settings: {', '.join(changes)}" if changes else None
 
 
 if __name__ == "__main__":
     main()
-    # Not the interpreter's own way out: gloo's threads outlive DDP, and now and then abort a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -1,17 +1,19 @@
-"""Speed and scores of train_bert_squad.py, side by side with what a user would pick instead: transformers' Trainer, and
-the usual n-best loops over the logits.
+"""Speed and scores of train_bert_squad.py, side by side with what a user would pick instead:
+transformers' Trainer, in random order or grouped by length, and n-best loops over the logits.
 
-    python benchmarks/bert.py --model DIR --train_file JSON --validation_file JSON       about an hour on two CPU cores
+    python benchmarks/bert.py --model DIR --train_file JSON --validation_file JSON
 
-Every comparison has the same model, questions, windows, batch, precision and number of threads, and alternates A and B
-within one call, as machines are shared and noisy; rows are medians of the ratios. On the CPU only.
+Every comparison has the same model, questions, windows, batch, precision and number of threads, and
+runs its sides by turns within one call, as machines are shared and noisy. On the CPU only. On two
+cores, speed at batch 8 takes 15 minutes, at batch 32 more, F1 and answers half an hour.
 """
 
 import argparse
+import json
 import os
+import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,84 +24,128 @@ SCRIPT = "train_bert_squad.py"
 
 
 def load_inputs(args):
-    """The script's own tokenizer, config and features, so that both sides have the same windows."""
+    """The script's own tokenizer, config and features: both sides have the same windows."""
     import train_bert_squad as script
 
     return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, train_file=args.train_file, validation_file=args.validation_file,
-        version_2_with_negative=False, max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384,
-        doc_stride=128))  # fmt: skip
+        model_name_or_path=args.model, train_file=args.train_file,
+        validation_file=args.validation_file, version_2_with_negative=False,
+        max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
 
 
-def train_by_trainer(args):
-    """Features a second of transformers' Trainer at its defaults: random order, padded to the longest of a batch."""
+def make_trainer(args, **settings):
+    """transformers' Trainer for an epoch, and a list to which each batch adds its [batch, width].
+
+    Without settings, all that counts is as Trainer has it: random order, each batch padded to its
+    longest, and gradients clipped.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokenizer, config, features, _ = load_inputs(args)
-    columns = (getattr(features, name).tolist() for name in ("lengths", "firsts", "starts", "ends"))
+    columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
     rows = [{
-        "input_ids": ids[:length].tolist(),
-        "token_type_ids": [0] * first + [1] * (length - first),
-        "attention_mask": [1] * length,
+        "input_ids": ids.tolist(),
+        "token_type_ids": [0] * first + [1] * (len(ids) - first),
+        "attention_mask": [1] * len(ids),
         "start_positions": start,
         "end_positions": end,
-    } for ids, length, first, start, end in zip(features.input_ids, *columns, strict=True)]  # fmt: skip
+    } for ids, first, start, end in zip(features.input_ids, *columns, strict=True)]
+    pad, shapes = transformers.DataCollatorWithPadding(tokenizer), []
+
+    def collate(rows):
+        batch = pad(rows)
+        shapes.append(batch["input_ids"].shape)
+        return batch
+
     transformers.set_seed(0)
-    settings = transformers.TrainingArguments(
-        output_dir=args.output, num_train_epochs=1, max_steps=args.steps or -1, use_cpu=True, report_to="none",
-        per_device_train_batch_size=args.batch, learning_rate=args.learning_rate, save_strategy="no",
-        logging_strategy="no", dataloader_pin_memory=False)  # fmt: skip
-    trainer = transformers.Trainer(
-        transformers.AutoModelForQuestionAnswering.from_pretrained(args.model, config=config), settings,
-        train_dataset=rows, data_collator=transformers.DataCollatorWithPadding(tokenizer))  # fmt: skip
-    speed = trainer.train().metrics["train_samples_per_second"]
+    arguments = transformers.TrainingArguments(
+        output_dir=args.output, num_train_epochs=1, per_device_train_batch_size=args.batch,
+        learning_rate=args.learning_rate, use_cpu=True, dataloader_pin_memory=False,
+        report_to="none", save_strategy="no", logging_strategy="no", **settings)
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(args.model, config=config)
+    return transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate), shapes
+
+
+def train_by_trainer(args):
+    """Seconds of an epoch of Trainer and the places in its batches, padding included."""
+    import transformers
+
+    class Stopwatch(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            self.seconds = time.perf_counter() - self.start
+
+    settings = {"max_grad_norm": 0}  # no clipping: the script has none
+    if args.grouped and hasattr(transformers.TrainingArguments, "train_sampling_strategy"):
+        settings["train_sampling_strategy"] = "group_by_length"
+    elif args.grouped:  # its name before transformers 5
+        settings["group_by_length"] = True
+    trainer, shapes = make_trainer(args, **settings)
+    stopwatch = Stopwatch()
+    trainer.add_callback(stopwatch)
+    trainer.train()
+    assert all(batch == args.batch for batch, _ in shapes), "not the features of the script"
+    return {"seconds": stopwatch.seconds, "places": sum(batch * width for batch, width in shapes)}
+
+
+def save_trainers_model(args):
+    """Train for an epoch with Trainer's defaults, and save the model."""
+    trainer, _ = make_trainer(args)
+    trainer.train()
     trainer.save_model(args.output)
-    return speed
 
 
 def logits_of(model_folder, features):
-    """The logits of a saved model, float32 [features, longest, 2], and lowest where a feature is padded."""
+    """The logits of a saved model, float32 [features, longest, 2]; lowest on padding."""
     import train_bert_squad as script
 
     model = script.SpanBert.from_pretrained(model_folder).eval()
     lowest = torch.finfo(torch.float32).min
-    logits = torch.full((*features.input_ids.shape, 2), lowest)
+    logits = torch.full((len(features), features.lengths.max(), 2), lowest)
     with torch.no_grad():
         for ids in features.lengths.argsort().split(32):
-            width = features.widths(features.lengths[ids]).item()
-            logits[ids, :width] = model(**features.batch(ids, width))
+            inputs, _ = features.__getitems__(ids.tolist())
+            logits[ids, : inputs["input_ids"].shape[1]] = model(**inputs)
     return logits
 
 
 def answers_at_once(logits, features):
-    """{question id: text} and {question id: score} by the script's tensor operations, 32 features at a time."""
+    """{question id: text} and the questions' scores by the script's tensor operations, 32 features
+    at a time.
+    """
     import train_bert_squad as script
 
     parts = []
     for start in range(0, len(logits), 32):
         part = slice(start, start + 32)
-        score, first, last = script.best_spans(logits[part], features.firsts[part], features.lengths[part] - 2, 30)
+        score, first, last = script.best_spans(
+            logits[part], features.first[part], features.lengths[part] - 2, 30)
         parts.append(torch.stack([score * 0, logits[part, 0].sum(1), score, first, last], 1))
     rows = torch.cat(parts)
-    scores = torch.full((len(features.questions),), -torch.inf).scatter_reduce(0, features.owners, rows[:, 2], "amax")
+    scores = torch.full((len(features.questions),), -torch.inf)
+    scores = scores.scatter_reduce(0, features.owner, rows[:, 2], "amax")
     return script.choose_answers(rows, features, False), scores.tolist()
 
 
 def answers_by_loops(logits, features, n_best=20, limit=30):
-    """The same in the usual way: for each feature of a question, the n best starts times the n best ends, in Python;
-    then the n best of the question with their probabilities. On numpy arrays and lists, as gathered and mapped.
+    """The same in the usual way: for each feature of a question, the n best starts times the n best
+    ends, in Python; then the n best of the question with their probabilities. On numpy arrays and
+    lists, as gathered and mapped.
     """
     of_question = [[] for _ in features.questions]
-    for number, owner in enumerate(features.owners.tolist()):
+    for number, owner in enumerate(features.owner):
         of_question[owner].append(number)
     answers, scores = {}, []
     for question, rows in zip(features.questions, of_question, strict=True):
         found = []
         for number in rows:
-            starts, ends, offsets = logits[number, :, 0], logits[number, :, 1], features.offsets[number]
-            first, last = features.firsts[number], features.lengths[number] - 2
+            starts, ends = logits[number, :, 0], logits[number, :, 1]
+            offsets = features.offsets[number]
+            first, last = features.first[number], features.lengths[number] - 2
             best_starts = np.argsort(starts)[: -n_best - 1 : -1].tolist()
             best_ends = np.argsort(ends)[: -n_best - 1 : -1].tolist()
             for start in best_starts:
@@ -108,7 +154,8 @@ def answers_by_loops(logits, features, n_best=20, limit=30):
                         continue
                     if end < start or end - start + 1 > limit:
                         continue
-                    found.append({"offsets": (offsets[start][0], offsets[end][1]), "score": starts[start] + ends[end],
+                    found.append({"offsets": (offsets[start][0], offsets[end][1]),
+                                  "score": starts[start] + ends[end],
                                   "start_logit": starts[start], "end_logit": ends[end]})
         found = sorted(found, key=lambda one: one["score"], reverse=True)[:n_best]
         for one in found:
@@ -125,19 +172,25 @@ def answers_by_loops(logits, features, n_best=20, limit=30):
 
 
 def compare_answers(model_folder, args):
-    """Time of the loops / time of the script on 10,000 features with a trained model's logits, and how spans differ."""
+    """Time of the loops / time of the script on 10,000 features with a trained model's logits, and
+    how spans differ.
+    """
+    import train_bert_squad as script
+
     _, _, _, few = load_inputs(args)
-    logits = logits_of(model_folder, few)
-    copies = -(-10_000 // len(few.lengths))
-    ids = torch.arange(10_000) % len(few.lengths)
-    owners = few.owners[ids] + torch.arange(10_000) // len(few.lengths) * len(few.questions)
-    questions = [question | {"id": f"{question['id']}-{copy}"} for copy in range(copies) for question in few.questions]
-    tensors = {name: getattr(few, name)[ids] for name in ("input_ids", "lengths", "firsts", "offsets")}
-    many = replace(few, questions=questions[: owners.max() + 1], owners=owners, **tensors)
-    logits = logits[ids]
-    arrays = logits.numpy()
-    lists = argparse.Namespace(questions=many.questions, owners=many.owners, offsets=many.offsets.tolist(),
-                               firsts=many.firsts.tolist(), lengths=many.lengths.tolist())  # fmt: skip
+    ids, copies = torch.arange(10_000) % len(few), torch.arange(10_000) // len(few)
+    owner = few.owner[ids] + copies * len(few.questions)
+    questions = [question | {"id": f"{question['id']}-{copy}"}
+                 for copy in range(copies.max() + 1) for question in few.questions]
+    table = few.table.select(ids.tolist()).remove_columns("owner").flatten_indices()
+    table = table.add_column("owner", owner.tolist())
+    many = script.Features(questions[: owner.max() + 1], table, few.key, few.max_width)
+    logits = logits_of(model_folder, few)[ids]
+    arrays, columns = logits.numpy(), table[:]
+    offsets = [list(zip(*both, strict=True))
+               for both in zip(columns["begins"], columns["stops"], strict=True)]
+    lists = argparse.Namespace(questions=many.questions, owner=columns["owner"], offsets=offsets,
+                               first=columns["first"], lengths=many.lengths.tolist())
     ratios = []
     for _ in range(args.repeats):
         clock = time.perf_counter()
@@ -145,79 +198,129 @@ def compare_answers(model_folder, args):
         middle = time.perf_counter()
         theirs, their_scores = answers_by_loops(arrays, lists)
         ratios.append((time.perf_counter() - middle) / (middle - clock))
-    assert all(a >= b - 1e-5 for a, b in zip(our_scores, their_scores, strict=True)), "the loops found a better span"
-    better = np.mean([a > b + 1e-5 for a, b in zip(our_scores, their_scores, strict=True)]) * 100
-    same = np.mean([ours[key] == theirs[key] for key in ours]) * 100
-    return ratios, f"a better span in {better:.2f} % of questions, never a worse one; the same text in {same:.2f} %"
+    gains = np.array(our_scores) - np.array(their_scores)
+    assert gains.min() >= -1e-5, "the loops found a better span"
+    better, same = np.mean(gains > 1e-5), np.mean([ours[key] == theirs[key] for key in ours])
+    return ratios, (f"a better span in {better:.2%} of questions, never a worse one; the same text "
+                    f"in {same:.2%}")
 
 
-ROLES = {"trainer": train_by_trainer}
+ROLES = {"trainer": train_by_trainer, "save": save_trainers_model}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="a pretrained BERT, as --model_name_or_path of the script")
-    add("--train_file", required=True, help="SQuAD's training questions")
-    add("--validation_file", required=True, help="SQuAD's validation questions")
-    add("--repeats", type=int, default=3, help="pairs of each comparison (default: %(default)s)")
-    add("--questions", type=int, default=4000, help="to train on (default: %(default)s)")
-    add("--learning_rate", type=float, default=1e-4)
-    add("--role", choices=ROLES, help=argparse.SUPPRESS)
-    add("--batch", type=int, help=argparse.SUPPRESS)
-    add("--steps", type=int, default=0, help=argparse.SUPPRESS)
-    add("--output", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    for name in ("model", "train_file", "validation_file"):
-        setattr(args, name, str(Path(getattr(args, name)).resolve()))
-    if args.role:
-        return print("number:", ROLES[args.role](args))
-    cores = len(os.sched_getaffinity(0))
-    os.environ |= {"OMP_NUM_THREADS": str(cores), "CUDA_VISIBLE_DEVICES": ""}
-    files = ["--train_file", args.train_file, "--validation_file", args.validation_file]
+def fill_batches(args, batch):
+    """(questions, features, tokens): the most of the first `args.questions` questions whose
+    features fill all batches, so that an epoch leaves no feature out, on any side.
+    """
+    _, _, features, _ = load_inputs(args)
+    ends = features.owner.bincount().cumsum(0)  # of the features of each question
+    questions = (ends % batch == 0).nonzero().max().item() + 1
+    count = ends[questions - 1].item()
+    return questions, count, features.lengths[:count].sum().item()
 
-    print(f"torch {torch.__version__}, {cores} CPU cores, {cores} threads, {args.questions} questions\n")
-    print("| what | median | from to | target |\n|---|---|---|---|")
 
-    def trainer(batch, *flags):
-        return role(__file__, "trainer", "--model", args.model, *files, "--batch", batch, "--questions", args.questions,
-                    "--learning_rate", args.learning_rate, *flags)  # fmt: skip
+def compare_speed(args, batch, train_by_script, trainer):
+    """Print a table: an epoch of the same features on each side. Every step is timed."""
+    questions, features, tokens = fill_batches(args, batch)
 
-    def ours_on(batch, *flags):
-        return record("baseline", SCRIPT, "--model_name_or_path", args.model, *files, "--max_train_samples",
-                      args.questions, "--per_device_train_batch_size", batch, "--learning_rate", args.learning_rate,
-                      *flags)  # fmt: skip
+    def script():
+        run = train_by_script(batch, questions)
+        assert run["tokens"] == tokens and run["steps"] * batch == features
+        places = tokens / (1 - run["padding_share"])
+        return {"seconds": run["seconds"]["train"], "places": places}
 
-    for batch, steps, target in ((8, 100, 1.6), (32, 50, 1.9)):
-        ours, theirs, padding = [], [], []
-        for _ in range(args.repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                theirs.append(trainer(batch, "--steps", steps, "--output", folder))
-            run = ours_on(batch, "--max_train_steps", steps, "--max_eval_samples", 1)
-            ours.append(batch * steps / run["seconds"]["train"])
-            padding.append(100 * run["padding_share"])
-        row(f"batch {batch}, {steps} steps: the script", ours, "features/s", "")
-        row("... Trainer", theirs, "features/s", "")
-        row("... script / Trainer", [a / b for a, b in zip(ours, theirs, strict=True)], "times", f">= {target}")
-        row("... padding share of the script", padding, "%", "<= 3 %")
+    sides = {
+        SCRIPT: script,
+        "Trainer, random order (its default)": lambda: trainer("trainer", batch, questions),
+        "Trainer, grouped by length": lambda: trainer("trainer", batch, questions, "--grouped")}
+    runs_of = {name: [] for name in sides}
+    for _ in range(args.repeats):
+        for name, run_side in sides.items():
+            runs_of[name].append(run_side())
 
+    def spread(values):
+        digits = ",.0f" if max(values) > 100 else ".2f"
+        median, low, high = statistics.median(values), min(values), max(values)
+        return f"{median:{digits}} ({low:{digits}} to {high:{digits}})"
+
+    print(f"\nBatch {batch}: {features} features of {questions} questions, {tokens:,} tokens "
+          f"without padding, {args.repeats} times\n")
+    print("| side | features/s | tokens/s | tokens and padding/s | padding | the script / this |\n"
+          "|---|---|---|---|---|---|")
+    for name, runs in runs_of.items():
+        rates = [[amount / run["seconds"] for run in runs] for amount in (features, tokens)]
+        rates += [[run["places"] / run["seconds"] for run in runs]]
+        padding = statistics.median(1 - tokens / run["places"] for run in runs)
+        faster = [run["seconds"] / own["seconds"]
+                  for run, own in zip(runs, runs_of[SCRIPT], strict=True)]
+        print(f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} |",
+              flush=True)
+
+
+def compare_scores(args, train_by_script, trainer):
+    """Print a table: F1 after an epoch on either side, and answers by tensors and by loops."""
     import train_bert_squad as script
 
+    print("\n| what | median | from to | target |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        speed = trainer(8, "--output", folder)
+        trainer("save", 8, args.epoch_questions, "--output", folder)
         _, _, _, features = load_inputs(args)
         answers, _ = answers_at_once(logits_of(folder, features), features)
         references = [[text for text, _ in question["answers"]] for question in features.questions]
         trainer_f1 = script.SquadMetric(keep_in_memory=True).compute(
-            predictions=list(answers.values()), references=references, version_2=False)["f1"]  # fmt: skip
-        run = ours_on(8, "--num_epochs", 1, "--max_eval_samples", 0)
-        row("an epoch at batch 8: F1 of the script", [run["metrics"]["f1"]], "", "")
-        row("... F1 of Trainer", [trainer_f1], "", "")
-        row("... script - Trainer", [run["metrics"]["f1"] - trainer_f1], "points", ">= -1")
-        row("... features/s, script / Trainer", [run["samples_per_second"] / speed], "times", "")
+            predictions=list(answers.values()), references=references, version_2=False)["f1"]
+        f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
+        row("an epoch at batch 8: F1 of the script", [f1], "")
+        row("... F1 of Trainer", [trainer_f1], "")
+        row("... script - Trainer", [f1 - trainer_f1], "points", ">= -1")
         ratios, difference = compare_answers(folder, args)
         row("answers of 10,000 features: n-best loops / script", ratios, "times", ">= 10")
         print(f"\nAgainst the n-best loops: {difference}.")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="a pretrained BERT, as --model_name_or_path of the script")
+    add("--train_file", required=True, help="SQuAD's training questions")
+    add("--validation_file", required=True, help="SQuAD's validation questions")
+    add("--repeats", type=int, default=3, help="of each comparison (default: %(default)s)")
+    add("--batches", type=int, nargs="*", default=[8, 32],
+        help="batch sizes whose speed is compared (default: 8 32)")
+    add("--questions", type=int, default=600, help="to compare speed on (default: %(default)s)")
+    add("--epoch_questions", type=int, default=4000,
+        help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)")
+    add("--learning_rate", type=float, default=1e-4)
+    add("--role", choices=ROLES, help=argparse.SUPPRESS)
+    add("--batch", type=int, help=argparse.SUPPRESS)
+    add("--grouped", action="store_true", help=argparse.SUPPRESS)
+    add("--output", default=tempfile.gettempdir(), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name in ("model", "train_file", "validation_file"):
+        setattr(args, name, str(Path(getattr(args, name)).resolve()))
+    if args.role:
+        return print("number:", json.dumps(ROLES[args.role](args)))
+    cores = len(os.sched_getaffinity(0))
+    os.environ |= {"OMP_NUM_THREADS": str(cores), "CUDA_VISIBLE_DEVICES": "",
+                   "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    files = ["--train_file", args.train_file, "--validation_file", args.validation_file]
+
+    def trainer(name, batch, questions, *flags):
+        return role(__file__, name, "--model", args.model, *files, "--batch", batch,
+                    "--questions", questions, "--learning_rate", args.learning_rate, *flags)
+
+    def train_by_script(batch, questions, eval_questions=1):
+        return record("baseline", SCRIPT, "--model_name_or_path", args.model, *files,
+                      "--max_train_samples", questions, "--max_eval_samples", eval_questions,
+                      "--per_device_train_batch_size", batch, "--learning_rate", args.learning_rate,
+                      "--num_epochs", 1)
+
+    print(f"torch {torch.__version__}, {cores} CPU cores, {cores} threads")
+    for batch in args.batches:
+        compare_speed(args, batch, train_by_script, trainer)
+    if args.epoch_questions:
+        compare_scores(args, train_by_script, trainer)
 
 
 if __name__ == "__main__":

@@ -54,12 +54,14 @@ def loader_epoch(data_dir):
 
 
 def bare_epoch(data_dir):
-    """The script's own tensors and batches, without accelerate."""
+    """The script's own tensors and batches, without accelerate and a DataLoader."""
     import train_mnist_rnn as script
 
-    namespace = argparse.Namespace(dataset="mnist", data_dir=data_dir)
-    images = script.load_images(script.Accelerator(cpu=True), namespace)[0]
-    return train_by_hand(images.batch(ids) for ids in script.epoch_order(60_000, 0, 0, 64))
+    args = argparse.Namespace(dataset="mnist", data_dir=data_dir)
+    pixels, labels, *_ = script.read_images(args)
+    mean, std = pixels.float().mean().item(), pixels.float().std(correction=0).item()
+    images, ids = script.Images(pixels, labels, mean, std), list(script.EpochSampler(60_000, 64, 0))
+    return train_by_hand(images.__getitems__(ids[i : i + 64]) for i in range(0, len(ids), 64))
 
 
 def sync_milliseconds(_):
@@ -67,7 +69,7 @@ def sync_milliseconds(_):
     import train_mnist_rnn as script
 
     accelerator = script.Accelerator(cpu=True)
-    values = torch.zeros(script.SYNC_STEPS + 1)
+    values = torch.zeros(script.SYNC_STEPS + 4)  # losses, tokens, places, stop, pace
     for calls in (20, 500):  # the first are the warm-up
         accelerator.wait_for_everyone()
         clock = time.perf_counter()

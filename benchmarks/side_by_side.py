@@ -17,22 +17,24 @@ def launcher(strategy):
             f"accelerate_configs/{strategy}.yaml"]  # fmt: skip
 
 
-def record(strategy, script, *flags):
-    """The run.json of a run of a script under a strategy's YAML."""
+def record(strategy, script, *flags, root=ROOT):
+    """The run.json of a run of a script under a strategy's YAML, both of the checkout `root`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *launcher(strategy), script, "--output_dir", folder, *map(str, flags)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(command, cwd=root, check=True, capture_output=True)
         return json.loads((Path(folder) / "run.json").read_text())
 
 
 def role(file, *arguments, launcher=()):
-    """Run `file --role ...` in a fresh process, optionally under a launcher; returns the number that it prints."""
+    """Run `file --role ...` in a fresh process, optionally under a launcher. Returns the JSON that
+    it prints after "number:".
+    """
     command = [sys.executable, *launcher, file, "--role", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return float(done.stdout.split("number:")[1].split()[0])
+    return json.loads(done.stdout.split("number:")[1].splitlines()[0])
 
 
-def row(name, values, unit, target):
+def row(name, values, unit, target=""):
     """Print a line of the table: median, and from the lowest to the highest value."""
     spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
     print(f"| {name} | {statistics.median(values):.4g} {unit} | {spread} | {target} |", flush=True)

@@ -12,6 +12,7 @@ SPY_PAUSE   and pauses for so many seconds after each
 SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
 """
 
+import collections
 import importlib
 import json
 import os
@@ -36,20 +37,25 @@ def hit(order):
 
 def spy_on_batches():
     data = script.Images if hasattr(script, "Images") else script.Features
-    seen, original = [0], data.batch
+    fetch, backward = data.__getitems__, script.Accelerator.backward
+    fetched, trained = collections.deque(), [0]
     order = os.environ.get("SPY_SIGNAL", "")
     ids_file = Path(os.environ["SPY_DIR"]) / f"ids_{RANK}.jsonl"
 
-    def batch(self, ids, *width):
+    def noting(self, ids):
         if torch.is_grad_enabled():  # training, not evaluation
-            if order and order.split()[1:] in ([str(RANK), str(seen[0])], ["all", str(seen[0])]):
-                hit(order)
-            seen[0] += 1
-            with open(ids_file, "a") as file:
-                file.write(json.dumps(ids.tolist()) + "\n")
-        return original(self, ids, *width)
+            fetched.append(ids)  # which is one batch ahead of what is trained on
+        return fetch(self, ids)
 
-    data.batch = batch
+    def training(self, loss):
+        if order and order.split()[1:] in ([str(RANK), str(trained[0])], ["all", str(trained[0])]):
+            hit(order)
+        trained[0] += 1
+        with open(ids_file, "a") as file:
+            file.write(json.dumps(fetched.popleft()) + "\n")
+        backward(self, loss)
+
+    data.__getitems__, script.Accelerator.backward = noting, training
 
 
 def spy_on_saves():
@@ -106,13 +112,16 @@ def bytes_held(model, optimizer):
 
 
 def spy_on_bytes():
-    original, calls = script.prepare, [0]
+    original, calls = script.Accelerator.prepare, [0]
 
-    def prepare(accelerator, strategy, model, optimizer):
-        sizes = [parameter.numel() for parameter in model.parameters()]
-        model, optimizer = original(accelerator, strategy, model, optimizer)
+    def prepare(self, *parts):
+        if len(parts) == 1:
+            return original(self, *parts)  # the loader for evaluation
+        sizes = [parameter.numel() for parameter in parts[0].parameters()]
+        prepared = model, optimizer, *_ = original(self, *parts)
         # Where gradients are reduced and not yet gone: before DeepSpeed's step, or before zero_grad.
-        owner, name = (model, "step") if strategy.startswith("zero") else (optimizer, "zero_grad")
+        zero = script.name_strategy(self.state).startswith("zero")
+        owner, name = (model, "step") if zero else (optimizer, "zero_grad")
         function = getattr(owner, name)
 
         def counted(*args, **options):
@@ -123,19 +132,19 @@ def spy_on_bytes():
             return function(*args, **options)
 
         setattr(owner, name, counted)
-        return model, optimizer
+        return prepared
 
-    script.prepare = prepare
+    script.Accelerator.prepare = prepare
 
 
 def spy_on_steps():
     original, file = script.Run.end_step, open(os.environ["SPY_STEPS"], "a", buffering=1)
 
-    def end_step(self, *args):
-        stop = original(self, *args)
-        file.write(f"{time.time():.2f} {self.progress.step}\n")
+    def end_step(self):
+        meeting = original(self)
+        file.write(f"{time.time():.2f} {self.step}\n")
         time.sleep(float(os.environ.get("SPY_PAUSE", 0)))
-        return stop
+        return meeting
 
     script.Run.end_step = end_step
 

@@ -150,10 +150,10 @@ def test_the_record_is_complete(runs):
 
 def test_the_best_by_validation_loss_is_kept(runs):
     checkpoints = runs("fsdp").folder / "checkpoints"
-    progress = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["progress"]
-    losses = [evaluation["eval_loss"] for evaluation in progress["evaluations"]]
-    assert len(losses) == 2 and progress["best"][0] == -min(losses)
-    assert step_of((checkpoints / "best").resolve()) == progress["best"][1]
+    state = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["state"]
+    losses = [evaluation["eval_loss"] for evaluation in state["evaluations"]]
+    assert len(losses) == 2 and state["best"][0] == -min(losses)
+    assert step_of((checkpoints / "best").resolve()) == state["best"][1]
 
 
 # ------------------------------------------------------------------------------------------------------ nothing lost

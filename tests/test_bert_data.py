@@ -1,5 +1,6 @@
 """The parts of train_bert_squad.py, in this process: questions, features, batches, spans, scores; and bad input."""
 
+import ast
 import json
 import random
 import shlex
@@ -35,13 +36,14 @@ def tokenizer():
 def spans(features):
     """For each feature its question, the text of its labelled span or None, and its window's first and last character.
     """
-    for row, owner in enumerate(features.owners.tolist()):
-        question, offsets = features.questions[owner], features.offsets[row]
-        first, last = features.firsts[row].item(), features.lengths[row].item() - 2
-        start, end = features.starts[row].item(), features.ends[row].item()
-        text = question["context"][offsets[start, 0] : offsets[end, 1]] if start else None
+    begins, stops = features.table["begins"], features.table["stops"]
+    for owner, length, first, start, end, begin, stop in zip(
+            features.owner.tolist(), features.lengths.tolist(), features.first.tolist(), features.start.tolist(),
+            features.end.tolist(), begins, stops, strict=True):  # fmt: skip
+        question, last = features.questions[owner], length - 2
+        text = question["context"][begin[start] : stop[end]] if start else None
         assert (start == 0) == (end == 0) and (not start or first <= start <= end <= last)
-        yield question, text, offsets[first, 0].item(), offsets[last, 1].item()
+        yield question, text, begin[first], stop[last]
 
 
 # --------------------------------------------------------------------------------------------------------- questions
@@ -123,10 +125,19 @@ def test_a_file_that_is_not_there():
 # ---------------------------------------------------------------------------------------------------------- features
 
 
-def test_every_labelled_span_decodes_to_the_answer(tokenizer):
-    args = options()
-    features = script.Features(script.read_questions(args, "train"), "", **script.tokenize(
-        script.read_questions(args, "train"), tokenizer, args.max_seq_length, args.doc_stride))  # fmt: skip
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of tokenised questions, empty."""
+    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    return tmp_path / "squad_features"
+
+
+@pytest.fixture
+def features(cache, tokenizer):
+    return script.load_features(script.read_questions(options(), "train"), tokenizer, options())
+
+
+def test_every_labelled_span_decodes_to_the_answer(features):
     answered, elsewhere = set(), 0
     for question, text, begin, stop in spans(features):
         [(answer, start)] = question["answers"]
@@ -140,75 +151,79 @@ def test_every_labelled_span_decodes_to_the_answer(tokenizer):
 def test_spans_where_characters_and_tokens_do_not_match():
     """A tokenizer makes several tokens of some characters (Hangul), and none of others (a zero-width space)."""
     offsets = np.array([[0, 0], [0, 3], [0, 0], [0, 1], [0, 1], [0, 1], [1, 3], [3, 4], [5, 8], [0, 0]])
-    assert script.find_span(offsets, 3, [("x", 0)]) == (3, 5)
-    assert script.find_span(offsets, 3, [("xyz", 0)]) == (3, 6)
-    assert script.find_span(offsets, 3, [("_abc", 4)]) == (8, 8)  # character 4 has no token
-    assert script.find_span(offsets, 3, [("y", 1)]) == (6, 6)  # inside of a token
-    assert script.find_span(offsets, 3, [("abcd", 5)]) == (0, 0) and script.find_span(offsets, 3, []) == (0, 0)
+    assert script.find_span(offsets, 3, "x", 0) == (3, 5)
+    assert script.find_span(offsets, 3, "xyz", 0) == (3, 6)
+    assert script.find_span(offsets, 3, "_abc", 4) == (8, 8)  # character 4 has no token
+    assert script.find_span(offsets, 3, "y", 1) == (6, 6)  # inside of a token
+    assert script.find_span(offsets, 3, "abcd", 5) == (0, 0) and script.find_span(offsets, 3, "", -1) == (0, 0)
 
 
-def test_windows_cover_the_context_and_overlap(tokenizer):
-    args = options()
-    questions = script.read_questions(args, "train")
-    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
+def test_windows_cover_the_context_and_overlap(features, tokenizer):
     assert features.lengths.max() == 96
-    for owner, question in enumerate(questions):
-        rows = (features.owners == owner).nonzero().flatten().tolist()
+    for owner, question in enumerate(features.questions):
+        rows = (features.owner == owner).nonzero().flatten().tolist()
         tokens = tokenizer(question["context"], add_special_tokens=False)["input_ids"]
         together = []
         for row in rows:
-            first, length = features.firsts[row].item(), features.lengths[row].item()
-            window = features.input_ids[row, first : length - 1].tolist()
+            first, ids = features.first[row].item(), features.input_ids[row].tolist()
+            window = ids[first:-1]
             assert not together or together[-24:] == window[:24]
             together += window[24:] if together else window
-            head = tokenizer.decode(features.input_ids[row, :first])
+            head = tokenizer.decode(ids[:first])
             assert head.startswith("[CLS]") and head.endswith("[SEP]")
         assert together == tokens
 
 
-def test_batches_are_cut_and_masked(tokenizer):
-    questions = script.read_questions(options(), "train")
-    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
-    ids = torch.tensor([0, 150, 3])
-    width = features.widths(features.lengths[ids]).item()
-    assert width == features.lengths[ids].max()
-    batch = features.batch(ids, width)
-    assert batch["attention_mask"].sum(1).tolist() == features.lengths[ids].tolist()
-    for row, feature in enumerate(ids.tolist()):
-        whole = tokenizer(questions[features.owners[feature]]["question"],
-                          questions[features.owners[feature]]["context"], truncation="only_second", max_length=96)
+def test_batches_are_cut_and_masked(features, tokenizer):
+    ids = [0, 150, 3]
+    inputs, spans = features.__getitems__(ids)
+    lengths = features.lengths[ids]
+    assert {tuple(tensor.shape) for tensor in inputs.values()} == {(3, lengths.max().item())}
+    assert inputs["attention_mask"].sum(1).tolist() == lengths.tolist()
+    assert spans["ids"].tolist() == ids and spans["last"].tolist() == (lengths - 2).tolist()
+    assert spans["count"].tolist() == [lengths.sum(), 3 * lengths.max()]
+    for row, feature in enumerate(ids):
+        question = features.questions[features.owner[feature]]
+        whole = tokenizer(question["question"], question["context"], truncation="only_second", max_length=96)
         if feature in (0, 3):  # the first windows of their questions
             length = features.lengths[feature]
-            assert batch["token_type_ids"][row, :length].tolist() == whole["token_type_ids"]
-            assert batch["input_ids"][row, :length].tolist() == whole["input_ids"]
-        assert not batch["token_type_ids"][row][~batch["attention_mask"][row]].any()
+            assert inputs["token_type_ids"][row, :length].tolist() == whole["token_type_ids"]
+            assert inputs["input_ids"][row, :length].tolist() == whole["input_ids"]
+        assert not inputs["token_type_ids"][row][~inputs["attention_mask"][row]].any()
 
 
-def test_features_are_cached_by_what_they_depend_on(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    questions, original, made = script.read_questions(options(), "train"), script.tokenize, []
-    monkeypatch.setattr(script, "tokenize", lambda *args: made.append(1) or original(*args))
-    first = script.load_features(questions, tokenizer, options())
-    again = script.load_features(questions, tokenizer, options())
-    fresh = script.load_features(questions, transformers.AutoTokenizer.from_pretrained(MODEL), options())
-    assert len(made) == 1 and first.key == again.key == fresh.key
-    for name, tensor in vars(first).items():
-        assert not torch.is_tensor(tensor) or torch.equal(tensor, getattr(again, name))
-    for changed in (options(max_seq_length=80), options(doc_stride=16)):
-        assert script.load_features(questions, tokenizer, changed).key != first.key
-    assert script.load_features(questions[1:], tokenizer, options()).key != first.key
-    assert len(made) == 4
+def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatch):
+    questions, original, made = script.read_questions(options(), "train"), script.find_span, []
+    monkeypatch.setattr(script, "find_span", lambda *args: made.append(1) or original(*args))
 
-    [file] = tmp_path.rglob(f"{first.key[:32]}*")
-    file.write_bytes(file.read_bytes()[:-1000])
-    assert torch.equal(script.load_features(questions, tokenizer, options()).starts, first.starts)
-    assert len(made) == 5, "a damaged cache is made anew"
-    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}
+    def load(*changed, questions=questions, tokenizer=tokenizer):
+        """The key, the features, and whether they were made now."""
+        made.clear()
+        features = script.load_features(questions, tokenizer, *changed or [options()])
+        return features.key, features, bool(made)
+
+    key, first, new = load()
+    assert new
+    for again in (load(), load(tokenizer=transformers.AutoTokenizer.from_pretrained(MODEL))):
+        assert again[0] == key and not again[2]
+        for name in ("input_ids", "lengths", "first", "start", "end", "owner"):
+            mine, theirs = getattr(first, name), getattr(again[1], name)
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), name
+    others = [load(options(max_seq_length=80)), load(options(doc_stride=16)), load(questions=questions[1:])]
+    assert all(new for _, _, new in others) and len({key, *(other[0] for other in others)}) == 4
+
+    [file] = cache.glob(f"{key}*")
+    whole = file.read_bytes()
+    garbled = whole[:4] + bytes(100) + whole[104:]
+    for damaged in (b"", whole[:1000], whole[: len(whole) // 2], whole[:-1000], b"x" * 1000, garbled):
+        file.write_bytes(damaged)
+        _, features, new = load()
+        assert new, "a damaged cache is made anew"
+        assert torch.equal(features.start, first.start) and file.read_bytes() == whole
+    assert {path.suffix for path in cache.iterdir()} == {".arrow"}
 
 
-@pytest.mark.slow
-def test_real_answers_survive_the_tokenizer(real_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_real_answers_survive_the_tokenizer(real_data, cache):
     tokenizer = transformers.AutoTokenizer.from_pretrained(real_data / "minilm")
     args = options(train_file=real_data / "squad" / "train.json", max_seq_length=384, doc_stride=128)
     features = script.load_features(script.read_questions(args, "train"), tokenizer, args)
@@ -220,9 +235,9 @@ def test_real_answers_survive_the_tokenizer(real_data, tmp_path, monkeypatch):
             assert answer in text, question["id"]  # some annotations begin or end inside of a word
             answered.add(question["id"])
             exact, seen = exact + (text == answer), seen + 1
-    assert len(features.lengths) == 12_280 and len(answered) == 11_998 and exact / seen > 0.995
+    assert len(features) == 12_280 and len(answered) == 11_998 and exact / seen > 0.995
     for batch, ranks in ((8, 1), (32, 1), (8, 2)):
-        order = script.epoch_order(features.lengths, 0, 0, batch)
+        order = script.EpochSampler(features.lengths, batch, 0).order
         slices = features.lengths[order].view(len(order), ranks, -1)
         padding = 1 - slices.sum().item() / (slices.amax(-1).sum().item() * slices.shape[-1])
         assert padding < 0.03, f"batch {batch} on {ranks} ranks: {padding:.1%}"
@@ -233,44 +248,51 @@ def test_real_answers_survive_the_tokenizer(real_data, tmp_path, monkeypatch):
 
 def test_global_batches_have_similar_lengths_and_lose_no_sample():
     lengths = torch.tensor([random.Random(i).randint(30, 384) for i in range(2_005)])
-    order = script.epoch_order(lengths, 0, 0, 10)
+
+    def epoch_order(lengths, seed, epoch, size):
+        sampler = script.EpochSampler(lengths, size, seed)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == sampler.order.flatten().tolist() and len(sampler) == sampler.order.numel()
+        return sampler.order
+
+    order = epoch_order(lengths, 0, 0, 10)
     assert order.shape == (200, 10) and len(set(order.flatten().tolist())) == 2_000  # the last 5 are dropped
-    assert torch.equal(order, script.epoch_order(lengths, 0, 0, 10))
+    assert torch.equal(order, epoch_order(lengths, 0, 0, 10))
     assert lengths[order[0]].max() == lengths[order].max(), "the longest comes first"
-    for other in (script.epoch_order(lengths, 0, 1, 10), script.epoch_order(lengths, 1, 0, 10)):
+    for other in (epoch_order(lengths, 0, 1, 10), epoch_order(lengths, 1, 0, 10)):
         assert {frozenset(batch) for batch in order.tolist()}.isdisjoint(frozenset(batch) for batch in other.tolist())
     spread = (lengths[order].amax(1) - lengths[order].amin(1)).float()
     assert spread.mean() < 15  # of 354
     means = lengths[order].float().mean(1)
     assert (means[1:] < means[:-1]).float().mean().item() == pytest.approx(0.5, abs=0.15), "not sorted over the epoch"
-    assert script.epoch_order(lengths[:12], 0, 0, 12).shape == (1, 12)
+    assert epoch_order(lengths[:12], 0, 0, 12).shape == (1, 12)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def test_forward_is_that_of_transformers_and_blind_to_padding(tokenizer):
+def test_forward_is_that_of_transformers_and_blind_to_padding(features):
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(MODEL)
     mine = script.SpanBert(config).eval()
     theirs = transformers.BertForQuestionAnswering(config).eval()
     theirs.load_state_dict(mine.state_dict())
-    questions = script.read_questions(options(), "train")
-    features = script.Features(questions, "", **script.tokenize(questions, tokenizer, 96, 24))
-    ids = torch.tensor([0, 1, 40, 3])
-    batch = features.batch(ids, 96)
+    ids = [0, 1, 40, 3]
+    batch, answers = features.__getitems__(ids)
+    wide = {name: torch.nn.functional.pad(tensor, (0, 96 - tensor.shape[1])) for name, tensor in batch.items()}
     with torch.no_grad():
-        logits, output = mine(**batch), theirs(**{name: tensor.long() for name, tensor in batch.items()})
-        narrow = mine(**features.batch(ids, features.lengths[ids].max().item()))
-    mask = batch["attention_mask"]
+        logits, output = mine(**wide), theirs(**{name: tensor.long() for name, tensor in wide.items()})
+        narrow = mine(**batch)
+    mask = wide["attention_mask"]
+    assert narrow.shape[1] < logits.shape[1] == 96
     torch.testing.assert_close(logits[..., 0][mask], output.start_logits[mask], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits[..., 1][mask], output.end_logits[mask], rtol=1e-5, atol=1e-6)
-    targets = features.starts[ids], features.ends[ids]
+    targets = answers["start"], answers["end"]
     torch.testing.assert_close(script.span_losses(narrow, *targets), script.span_losses(logits, *targets))
-    whole = [theirs(input_ids=features.input_ids[i : i + 1, : features.lengths[i]].long(),
+    whole = [theirs(input_ids=features.input_ids[i][None],
                     token_type_ids=batch["token_type_ids"][n : n + 1, : features.lengths[i]].long(),
-                    start_positions=features.starts[i : i + 1], end_positions=features.ends[i : i + 1]).loss.item()
-             for n, i in enumerate(ids.tolist())]  # fmt: skip
+                    start_positions=features.start[i][None], end_positions=features.end[i][None]).loss.item()
+             for n, i in enumerate(ids)]  # fmt: skip
     assert script.span_losses(logits, *targets).tolist() == pytest.approx(whole, rel=1e-5)
 
 
@@ -296,8 +318,9 @@ def test_best_spans_are_those_of_a_search_one_by_one():
 def test_answers_come_from_the_best_window_and_from_cls():
     context = "Ada and Bo met."
     questions = [{"id": name, "context": context, "question": "?", "answers": []} for name in "abc"]
-    offsets = torch.tensor([[[0, 0], [0, 3], [4, 7], [8, 10], [11, 14]]] * 4)
-    features = Namespace(questions=questions, owners=torch.tensor([0, 0, 1, 2]), offsets=offsets)
+    table = {"begins": [[0, 0, 4, 8, 11]] * 4, "stops": [[0, 3, 7, 10, 14]] * 4}
+    table = script.datasets.Dataset.from_dict(table)
+    features = Namespace(questions=questions, owner=torch.tensor([0, 0, 1, 2]), table=table)
     rows = torch.tensor([  # loss, "no answer", best span's score, start, end
         [0.0, 9.0, 5.0, 1, 1],
         [0.0, 1.0, 6.0, 3, 4],  # a's second window: the better span, and the lower "no answer"
@@ -465,10 +488,10 @@ def test_prepared_on_one_node_then_trained_without_the_files_work(tmp_path):
     flags = ["--model_name_or_path", str(MODEL), "--from_scratch", *map(str, FILES)]
     prepared = run([sys.executable, SCRIPT, *flags, "--prepare_data_only"], env=env)
     assert prepared.code == 0 and "132 training questions (" in prepared.out, prepared.err
-    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
     assert len(cached) == 1, "training and validation questions are the same here"
     launch("ddp", SCRIPT, tmp_path / "run", *flags, "--max_train_steps", 1, env=env)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")} == cached
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")} == cached
 
 
 SQUAD_CARD = """---
@@ -536,5 +559,16 @@ def test_both_scripts_share_their_machinery_word_for_word():
         constants = [line for line in head.splitlines() if line[:1].isupper() and " = " in line]
         assert len(constants) >= 6
     assert tails[0] == tails[1] and tails[0].count("\ndef ") > 15
-    shared = {"def parse_args", "def train_epoch", "def main", "def epoch_order"}  # of the same name, not the same work
+    shared = {"def parse_args", "class EpochSampler", "def train", "def make_loaders", "def save_model",
+              "def main"}  # of the same name, not the same work
     assert names[0] & names[1] == shared
+
+
+@pytest.mark.parametrize("name", ["train_mnist_rnn.py", "train_bert_squad.py"])
+def test_a_reader_needs_no_wide_screen_and_no_scrolling(name):
+    """Lines of at most 100 columns, functions of at most 45 lines."""
+    text = (ROOT / name).read_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 45, node.name

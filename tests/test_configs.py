@@ -1,17 +1,30 @@
-"""The YAMLs hold a strategy and nothing else, and accelerate reads every key of them."""
+"""The YAMLs and DeepSpeed's JSONs hold a strategy and nothing else; accelerate and DeepSpeed read every key."""
 
+import json
+import os
 from dataclasses import fields
+from unittest import mock
 
 import pytest
+import warm
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, STRATEGIES
+from accelerate.utils import DeepSpeedPlugin
+from conftest import ROOT, STRATEGIES, environment
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Where the run takes place, and what is a hyper-parameter: not in a YAML. The first two have no effect there anyway.
 FORBIDDEN = set("""rdzv_backend same_network machine_rank num_machines main_process_ip main_process_port gpu_ids use_cpu
     tpu_name tpu_zone gradient_accumulation_steps gradient_clipping""".split())
+# DeepSpeed says nothing of a top-level key that it does not know, so these are all that a JSON may have, and why.
+AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # from DataLoader and Accelerator
+JSON_KEYS = {
+    *AUTO,
+    "gradient_clipping",  # none, where accelerate and DeepSpeed have a default of 1
+    "zero_optimization",  # the strategy
+    "timers",  # that of the throughput would stop the GPU at every step
+}
 SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
 
 
@@ -29,6 +42,26 @@ def faults(text):
     found += [f"{key} does not belong into a YAML" for key in FORBIDDEN & set(config)]
     if config["distributed_type"] != "NO" and "num_processes" not in config:
         found.append("num_processes is missing: accelerate launch would refuse to start")
+    if config["distributed_type"] == "DEEPSPEED":
+        file = str(config["deepspeed_config"].get("deepspeed_config_file"))
+        found += [f"deepspeed_config_file: {file} is not there"] * (not (ROOT / file).is_file())
+        found += ["accelerate refuses mixed_precision beside a JSON"] * ("mixed_precision" in config)
+    return found
+
+
+def json_faults(text):
+    """What is wrong with the text of a JSON for DeepSpeed, as a list of sentences."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = json.loads(text)
+    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    found = [f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
+    found += [f"DeepSpeed has no zero_optimization.{key}" for key in set(config["zero_optimization"]) - known]
+    found += [f"{key} is not auto, so it is not the script's" for key in AUTO if config.get(key) != "auto"]
+    if config.get("gradient_clipping") != 0.0:
+        found.append("gradient_clipping is not 0.0, so ZeRO would train otherwise than DDP")
+    if config.get("timers") != {"throughput": {"enabled": False}}:
+        found.append("timers has more than that of the throughput, off")
     return found
 
 
@@ -40,7 +73,7 @@ def test_yaml_holds_the_strategy_only(path):
     for word in ("replicated:", "sharded:", "communicated:", "choose it:"):
         assert f"#   {word}" in head, f"{path.name} does not say what is {word}"
     config = ClusterConfig.from_yaml_file(str(path))
-    assert config.mixed_precision == "no"
+    assert config.mixed_precision == (None if config.distributed_type == "DEEPSPEED" else "no")
     assert config.num_processes == (1 if path.stem in ("baseline", "dp") else 2)
 
 
@@ -55,10 +88,58 @@ def test_there_is_one_yaml_a_strategy():
     ("world_size: 2", "world_size is not read"),
     ("fsdp_config: {fsdp_version: 2, fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
     ("deepspeed_config: {gradient_accumulation_steps: 1}", "gradient_accumulation_steps does not belong"),
+    ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero9.json}", "deepspeed_config_file: z"),
+    ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}", "deepspeed_config_file: None"),
+    ("distributed_type: DEEPSPEED\ndeepspeed_config: {}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
 ])  # fmt: skip
 def test_a_bad_key_is_found(line, fault):
     text = f"distributed_type: MULTI_GPU\nnum_processes: 2\n{line}\n"
     assert any(found.startswith(fault) for found in faults(text)), faults(text)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_json_holds_the_strategy_only(stage):
+    """And it is the one that the YAML of its name names."""
+    file = f"accelerate_configs/zero{stage}.json"
+    text = (ROOT / file).read_text()
+    assert json_faults(text) == []
+    assert json.loads(text)["zero_optimization"]["stage"] == stage
+    config = yaml.safe_load((ROOT / f"accelerate_configs/zero{stage}.yaml").read_text())
+    assert config["deepspeed_config"]["deepspeed_config_file"] == file
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({"train_batch_size": 64}, "train_batch_size does not belong"),
+    ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu is not auto"),
+    ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is not auto"),
+    ({"gradient_clipping": 1.0}, "gradient_clipping is not 0.0"),
+    ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "DeepSpeed has no zero_optimization.overlap_com"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
+    ({"timers": {}}, "timers has more"),
+])  # fmt: skip
+def test_a_bad_key_of_a_json_is_found(change, fault):
+    text = json.dumps(json.loads((ROOT / "accelerate_configs" / "zero2.json").read_text()) | change)
+    [found] = json_faults(text)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize("line", [
+    "mixed_precision: 'no'", "  gradient_clipping: 0.0", "  gradient_accumulation_steps: 1", "  zero_stage: 3",
+])  # fmt: skip
+def test_accelerate_refuses_a_setting_in_two_places(line, tmp_path, monkeypatch):
+    """A YAML that names a JSON must not hold what the JSON is for."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "accelerate_configs" / "zero3.yaml").read_text()
+    for added in ("", line):
+        (tmp_path / "zero3.yaml").write_text(f"{text}\n{added}\n")
+        words = ["--config_file", str(tmp_path / "zero3.yaml"), "--main_process_port", "0", "script.py"]
+        _, launched = warm.what_the_launcher_starts(words, environment(None))
+        with mock.patch.dict(os.environ, launched, clear=True):
+            if added:
+                with pytest.raises(ValueError, match="When using `deepspeed_config_file`"):
+                    DeepSpeedPlugin()
+            else:
+                assert DeepSpeedPlugin().zero_stage == 3
 
 
 def test_fsdp_is_fsdp2():

@@ -1,5 +1,6 @@
 """What docs/strategies.md says: its formulas and numbers are report.py's, its programs run, its diagrams are drawn."""
 
+import json
 import re
 import shlex
 import shutil
@@ -71,6 +72,29 @@ def test_the_formulas_are_those_of_report_py(parameters):
                     assert cell == "" or cell.startswith("none known")
                 else:
                     assert eval(formula, names) == pytest.approx(value), f"{strategy}: {cell}"
+
+
+def test_the_table_of_deepspeeds_settings_is_that_of_the_jsons():
+    """All that they set, but for the stage and what is "auto"; and DeepSpeed's defaults."""
+    from deepspeed.runtime.config import GRADIENT_CLIPPING_DEFAULT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    defaults = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    defaults |= {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, "timers": True, "overlap_comm": False}
+    settings = {}
+    for stage in (2, 3):
+        config = json.loads((ROOT / "accelerate_configs" / f"zero{stage}.json").read_text())
+        settings |= config.pop("zero_optimization") | config | {"timers": config["timers"]["throughput"]["enabled"]}
+    settings = {name: value for name, value in settings.items() if value != "auto" and name != "stage"}
+
+    def number(cell):
+        cell = cell.split(" in ")[0].replace(",", "").replace(" million", "000000")
+        return json.loads(cell)
+
+    rows = {re.search("`(.*?)`", row[0])[1]: row[1:3] for row in table("setting | default")[1:]}
+    assert {name: number(here) for name, (_, here) in rows.items()} == settings
+    for name, (default, _) in rows.items():
+        assert number(default) == defaults[name], name
 
 
 def test_all_strategies_have_a_diagram_and_a_word_on_when_to_choose_them():

@@ -1,11 +1,12 @@
 """A real `accelerate launch` of each YAML; and the ranks that other tests fork train as the launched ones do."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import warm
-from conftest import ACCELERATE, STRATEGIES, environment, launch, run
+from conftest import ACCELERATE, ROOT, STRATEGIES, environment, launch, run
 
 SCRIPT = "train_mnist_rnn.py"
 ALL = ["baseline", "dp", *STRATEGIES]
@@ -29,6 +30,25 @@ def test_launched_and_forked_ranks_train_alike(strategy, launched, tmp_path):
     for name in same:
         assert real[name] == forked[name], name
     assert len(real["loss_history"]) == 12 and len(real["ranks"]) == (1 if strategy in ("baseline", "dp") else 2)
+
+
+@pytest.mark.parametrize("with_json", [True, False])
+def test_a_copy_of_script_yaml_and_json_runs_from_any_folder(with_json, tmp_path):
+    """And without the JSON that the YAML names, it says so in one line."""
+    for name in ("copy/accelerate_configs", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    files = [SCRIPT, "accelerate_configs/zero2.yaml"] + ["accelerate_configs/zero2.json"] * with_json
+    for file in files:
+        shutil.copy(ROOT / file, tmp_path / "copy" / file)
+    script, config, *_ = (str(tmp_path / "copy" / file) for file in files)
+    words = ["--config_file", config, "--main_process_port", "0", script, "--output_dir", "run"]
+    flags = ["--dataset", "digits", "--max_train_steps", "2"]
+    result = run(["env", "-C", str(tmp_path / "elsewhere"), *ACCELERATE, *words, *flags], tmp_path / "elsewhere/run")
+    if with_json:
+        assert result.code == 0, result.err
+        assert (result.record["strategy"], result.record["steps"]) == ("zero2", 2)
+    else:
+        assert "copy/accelerate_configs/zero2.json, which is not there: copy it with the YAML" in result.error_line()
 
 
 # Where the launcher put a rank, and what accelerate sets for a moment while it looks for a GPU.

@@ -109,8 +109,9 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     # The saved weights, evaluated by hand in this process, give the accuracy that three processes counted.
     model = script.RowLSTM(8, 64, 0.0).eval()
     model.load_state_dict(load_file(tmp_path / "three" / "model.safetensors"))
-    images = script.load_images(script.Accelerator(cpu=True), script.argparse.Namespace(dataset="digits"))[1]
-    rows, labels = images.batch(torch.arange(360))
+    train_x, _, test_x, test_y = script.read_images(script.argparse.Namespace(dataset="digits"))
+    statistics = train_x.float().mean(), train_x.float().std(correction=0)
+    rows, labels = script.Images(test_x, test_y, *statistics).__getitems__(list(range(360)))
     assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
     inspected = run([sys.executable, "-m", "tensorboard.main", "--inspect", "--logdir", str(tmp_path / "three")])
@@ -171,14 +172,21 @@ def test_help_names_every_flag_with_a_sentence():
         assert re.search(rf"^  --{flag}( [A-Z_]+| {{[a-z,]+}})?\s+[A-Za-z][A-Za-z]", text, re.M), flag
 
 
+def epoch_order(num_samples, seed, epoch, global_batch_size):
+    sampler = script.EpochSampler(num_samples, global_batch_size, seed)
+    sampler.set_epoch(epoch)
+    assert len(sampler) == len(list(sampler))
+    return list(sampler)
+
+
 def test_order_depends_on_seed_and_epoch_alone():
-    orders = {(seed, epoch): script.epoch_order(100, seed, epoch, 30) for seed in (0, 7) for epoch in (0, 1)}
+    orders = {(seed, epoch): epoch_order(100, seed, epoch, 30) for seed in (0, 7) for epoch in (0, 1)}
     for key, order in orders.items():
-        assert order.shape == (3, 30) and len(set(order.flatten().tolist())) == 90  # the last 10 are dropped
-        assert torch.equal(order, script.epoch_order(100, *key, 30))
+        assert len(order) == len(set(order)) == 90  # the last 10 are dropped
+        assert order == epoch_order(100, *key, 30)
         # A larger global batch walks through the same sequence of samples.
-        assert torch.equal(order.flatten()[:60], script.epoch_order(100, *key, 60).flatten())
-    assert not torch.equal(orders[0, 0], orders[0, 1]) and not torch.equal(orders[0, 0], orders[7, 0])
+        assert order[:60] == epoch_order(100, *key, 60)
+    assert orders[0, 0] != orders[0, 1] and orders[0, 0] != orders[7, 0]
 
 
 # ---------------------------------------------------------------------------------------- bad input, one clear line
@@ -238,7 +246,7 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypa
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(script.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
-        script.make_accelerator(None)
+        script.check_launch()
 
 
 @pytest.fixture
@@ -251,7 +259,7 @@ def tiny_mnist(tmp_path, monkeypatch):
     for name, _ in MNIST.resources:
         count = 20 if name.startswith("train") else 10
         body = bytes(range(count)) if "labels" in name else bytes(i % 251 for i in range(count * 784))
-        header = bytes(8 if "labels" in name else 16)
+        header = struct.pack(">II", 2049, count) if "labels" in name else struct.pack(">IIII", 2051, count, 28, 28)
         (mirror / name).write_bytes(gzip.compress(header + body))
         resources.append((name, hashlib.md5((mirror / name).read_bytes()).hexdigest()))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=mirror)
@@ -265,22 +273,40 @@ def tiny_mnist(tmp_path, monkeypatch):
 
 def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
     raw = tmp_path / "data" / "MNIST" / "raw"
-    assert script.fetch_mnist(tmp_path / "data") is None  # the first mirror is down, the second is used
-    assert len(list(raw.iterdir())) == 4
-    options = script.argparse.Namespace(dataset="mnist", data_dir=tmp_path / "data")
-    train, test = script.load_images(script.Accelerator(cpu=True), options)
-    assert train.pixels.shape == (20, 28, 28) and test.pixels.shape == (10, 28, 28)
-    assert train.labels.tolist() == list(range(20)) and test.labels.tolist() == list(range(10))
-    assert train.pixels[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
-    rows, _ = train.batch(torch.arange(20))
+    args = script.argparse.Namespace(dataset="mnist", data_dir=tmp_path / "data")
+    # The first mirror is down, the second is used.
+    train_x, train_y, test_x, test_y = script.read_images(args)
+    assert len(list(raw.glob("*.gz"))) == 4
+    assert train_x.shape == (20, 28, 28) and test_x.shape == (10, 28, 28)
+    assert train_y.tolist() == list(range(20)) and test_y.tolist() == list(range(10))
+    assert train_x[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
+    images = script.Images(train_x, train_y, train_x.float().mean(), train_x.float().std(correction=0))
+    rows, _ = images.__getitems__(list(range(20)))
     assert rows.mean().abs() < 1e-5 and rows.std().item() == pytest.approx(1, abs=1e-3)
 
-    victim = raw / "t10k-labels-idx1-ubyte.gz"
-    victim.write_bytes(b"half of a downl")
-    assert script.fetch_mnist(tmp_path / "data") is None, "a corrupt file is downloaded again where there is a network"
-    victim.write_bytes(b"half of a downl")
+    def spoil(name, content):
+        (raw / name).write_bytes(content)
+        for file in raw.glob("*-ubyte"):
+            if name.endswith(".gz"):
+                file.unlink()
+
+    spoil("t10k-labels-idx1-ubyte.gz", b"half of a downl")
+    assert len(script.read_images(args)) == 4, "a corrupt download is made anew where there is a network"
+    spoil("t10k-labels-idx1-ubyte.gz", b"half of a downl")
     shutil.rmtree(tiny_mnist)
-    assert f"{victim} is corrupt" in script.fetch_mnist(tmp_path / "data")
+    with pytest.raises(script.Fault, match="Error downloading t10k-labels-idx1-ubyte.gz.*delete what is damaged in"):
+        script.read_images(args)
+
+
+@pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte", "train-images-idx3-ubyte"])
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_a_half_unpacked_file_is_one_line(name, size, tiny_mnist, tmp_path):
+    args = script.argparse.Namespace(dataset="mnist", data_dir=tmp_path / "data")
+    script.read_images(args)
+    file = tmp_path / "data" / "MNIST" / "raw" / name
+    file.write_bytes(file.read_bytes()[: size if size < 100 else -1])
+    with pytest.raises(script.Fault, match=r"^cannot read MNIST: .*; delete what is damaged in .*/raw; "):
+        script.read_images(args)
 
 
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -289,7 +315,7 @@ NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0
 def test_mnist_without_a_network(tmp_path):
     result = launch("ddp", SCRIPT, tmp_path / "run", "--data_dir", tmp_path / "data", env=NO_NETWORK, ok=False)
     line = result.error_line()
-    assert "train-images-idx3-ubyte.gz is missing" in line and "--dataset digits" in line
+    assert "Error downloading train-images-idx3-ubyte.gz" in line and "--dataset digits" in line
     assert all(name in line for name in ("train-labels", "t10k-images", "t10k-labels", f"{tmp_path}/data/MNIST/raw"))
 
 
@@ -301,7 +327,7 @@ def test_a_corrupt_file_is_named_and_kept(real_data, tmp_path):
     victim.write_bytes(content)
     command = [sys.executable, SCRIPT, "--data_dir", str(tmp_path), "--prepare_data_only"]
     broken = run(command, env=NO_NETWORK)
-    assert f"{victim} is corrupt" in broken.error_line() and victim.read_bytes() == content
+    assert f"Error downloading {victim.name}" in broken.error_line() and victim.read_bytes() == content
     shutil.copyfile(real_data / "MNIST" / "raw" / victim.name, victim)
     assert "60000 training and 10000 test images are ready" in run(command, env=NO_NETWORK).out
 

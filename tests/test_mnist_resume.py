@@ -1,8 +1,8 @@
 """Nothing lost: killed and preempted runs of train_mnist_rnn.py end where an undisturbed run ends, bit for bit."""
 
 import json
+import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,28 +106,24 @@ def test_all_ranks_signalled_between_checkpoints(tmp_path):
     assert launch("ddp", SCRIPT, folder, *flags, "--resume").record["status"] == "completed"
 
 
-def test_kill_at_any_call_of_the_renaming_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    """name_checkpoint is broken off before each of its calls to the file system in turn; then a run resumes."""
-    script.Accelerator(cpu=True)
-    run = SimpleNamespace(settings={"seed": 0})
+def test_kill_at_any_call_of_the_file_system_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """A save, or the note of an evaluation, is broken off before each of its calls in turn; then a run resumes."""
+    accelerator = script.Accelerator(cpu=True)
+    accelerator.save_state = lambda folder: (folder.mkdir(), (folder / "weights").write_text("w"))
+    calls = [(Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"), (shutil, "rmtree"),
+             (os, "fsync"), (Path, "mkdir")]
 
-    def write(path, step):
-        path.mkdir(parents=True)
-        (path / "weights").write_text("w" * step)
-        progress = asdict(script.Progress(step=step, best=[0.5, 1]))
-        content = {"settings": run.settings, "progress": progress, "files": {"weights": step}}
-        (path / "checkpoint.json").write_text(json.dumps(content))
+    def run_at(folder, step):
+        state = {name: [] for name in script.Run.STATE} | {"step": step, "best": [0.5, 1]}
+        others = {"settings": {"seed": 0}, "STATE": script.Run.STATE, "start_clock": lambda: None}
+        return SimpleNamespace(folder=folder, **others, **state)
 
-    calls = [(Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"), (shutil, "rmtree")]
-    for again in (False, True):  # again: the step's checkpoint is there already, from before its evaluation
-        for last in range(1, 20):
-            run.folder = tmp_path / f"{again}{last}"
-            for step in (1, 2, 3):
-                write(run.folder / "checkpoints" / f"step_{step:08d}", step)
-            if again:
-                write(run.folder / "checkpoints" / "step_00000004", 4)
-            partial = run.folder / "checkpoints" / "step_00000004.partial"
-            write(partial, 4)
+    for evaluated in (False, True):  # what is broken off: the save of step 4, or the note of its evaluation
+        for last in range(1, 40):
+            folder = tmp_path / f"{evaluated}{last}"
+            (folder / "checkpoints").mkdir(parents=True)
+            for step in (1, 2, 3, *([4] if evaluated else [])):
+                script.save_checkpoint(accelerator, run_at(folder, step))
             count = [0]
 
             def counted(original, count=count, last=last):
@@ -142,15 +138,19 @@ def test_kill_at_any_call_of_the_renaming_leaves_a_whole_checkpoint(tmp_path, mo
             with monkeypatch.context() as patch:
                 for owner, name in calls:
                     patch.setattr(owner, name, counted(getattr(owner, name)))
-                progress = script.Progress(step=4, best=[0.5, 1])
                 try:
-                    script.name_checkpoint(partial, partial.with_suffix(""), progress)
+                    if evaluated:
+                        script.save_evaluation(run_at(folder, 4))
+                    else:
+                        script.save_checkpoint(accelerator, run_at(folder, 4))
                 except KeyboardInterrupt:
                     pass
-            path, found = script.find_checkpoint(run)
-            assert found.step >= 3 + again and int(path.name[5:]) == found.step
-            assert (run.folder / "checkpoints" / "step_00000001").exists(), "the best is kept"
-        assert count[0] < last, "not every call was tried"
+            path, state = script.find_checkpoint(run_at(folder, 0))
+            assert state["step"] >= 3 + evaluated and int(path.name[5:]) == state["step"]
+            assert (folder / "checkpoints" / "step_00000001").exists(), "the best is kept"
+            if count[0] < last:
+                break
+        assert count[0] < last and count[0] > 5, "not every call was tried"
 
 
 def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturbed, tmp_path):
@@ -174,8 +174,8 @@ def test_old_checkpoints_are_pruned_and_best_and_last_are_kept(undisturbed):
     result = undisturbed("fsdp")
     checkpoints = result.folder / "checkpoints"
     assert (checkpoints / "last").resolve().name == "step_00000044"
-    progress = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["progress"]
-    best = max(range(2), key=lambda epoch: progress["evaluations"][epoch]["accuracy"])
+    state = json.loads((checkpoints / "last" / "checkpoint.json").read_text())["state"]
+    best = max(range(2), key=lambda epoch: state["evaluations"][epoch]["accuracy"])
     assert (checkpoints / "best").resolve().name == f"step_{22 * (best + 1):08d}"
     kept = {path.name for path in checkpoints.glob("step_*")}
     assert kept == {"step_00000042", "step_00000044", (checkpoints / "best").resolve().name}

@@ -260,7 +260,8 @@ def test_time_shares_by_hand(tmp_path):
     def event(name, kind, start, end):
         return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": end - start}
 
-    events = [event("ProfilerStep#12", "user_annotation", 0, 10), event("load data", "user_annotation", 0, 1),
+    events = [event("ProfilerStep#12", "user_annotation", 0, 10),
+              event("enumerate(DataLoader)#_Single", "user_annotation", 0, 1),
               event("aten::mm", "cpu_op", 2, 5), event("aten::add", "cpu_op", 4, 6),
               event("gloo:all_reduce", "user_annotation", 4, 8), event("gloo:all_reduce", "user_annotation", 7, 9)]
     (tmp_path / "cpu.json").write_text(json.dumps({"traceEvents": events}))

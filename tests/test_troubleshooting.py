@@ -12,9 +12,12 @@ from functools import partial
 
 import pytest
 import transformers
+from accelerate import skip_first_batches
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import ACCELERATE, ROOT, anchor, run
+from torch.utils.data import DataLoader, Sampler
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -35,6 +38,10 @@ HANGS = [f"{FOLDER}/{name}" for name in ("hang_uneven.py", "hang_rank_0.py")]
 # What the page says of ZeRO besides.
 NO_CLIPPING = f"ACCELERATE_GRADIENT_CLIPPING=0.0 {FOLDER}/zero_clips.py"
 NO_GATHERING = f"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=false {FOLDER}/zero3_save.py --fix"
+# What it says of the other way out of entry 7.
+UNPREPARED = f"{FOLDER}/lr_times_n.py --unprepared"
+# What it says of accelerate_configs/zero3.yaml, whose JSON mends what accelerate's own keys cannot.
+WITH_JSON = [f"{FOLDER}/zero_clips.py", f"{FOLDER}/zero3_save.py --fix"]
 
 
 def at_once(*calls):
@@ -48,14 +55,20 @@ def launch(*words, env=None):
 
 
 def on_two_ranks(strategy, *words, env=None):
-    yaml = f"accelerate_configs/{strategy}.yaml"
+    """A launch under a YAML of the project; that of zero3 is the reproducers' own, unless a JSON is asked for."""
+    yaml = {"zero3": f"{FOLDER}/zero3.yaml", "zero3 with JSON": "accelerate_configs/zero3.yaml"}.get(
+        strategy, f"accelerate_configs/{strategy}.yaml")
     return partial(launch, "--config_file", yaml, "--main_process_port", 0, *words, env=env)
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """command -> what it prints on both ranks, with the error that ends it. One launch for all of a strategy."""
-    groups = {"zero3": [NO_CLIPPING, NO_GATHERING], "fsdp": [], "ddp": [], "ddp, hangs": []}
+    """command -> what it prints on both ranks, with the error that ends it. One launch for all of a strategy.
+
+    With JSON, commands have that before them.
+    """
+    groups = {"zero3": [NO_CLIPPING, NO_GATHERING], "fsdp": [], "ddp": [UNPREPARED], "ddp, hangs": [],
+              "zero3 with JSON": [*WITH_JSON]}
     for shown in SHOWN:
         script = f"{FOLDER}/{shown.name}"
         if script in HANGS:
@@ -72,7 +85,8 @@ def printed(tmp_path_factory):
     for result, (group, commands) in zip(results, groups.items(), strict=False):
         assert result.code == 0, result.err
         ranks = [json.loads((folders[group] / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
-        texts |= {command: ranks[0][command] + ranks[1][command] for command in commands}
+        prefix = "with JSON: " if "JSON" in group else ""
+        texts |= {prefix + command: ranks[0][command] + ranks[1][command] for command in commands}
     return {command: " ".join(text.split()) for command, text in texts.items()}
 
 
@@ -99,6 +113,45 @@ def test_what_does_not_help_under_zero(printed):
     [clipped] = SCRIPTS["zero_clips.py"].wrong
     assert clipped in printed[NO_CLIPPING], "the zero of the YAML is heard now: entry 11 says otherwise"
     assert "ValueError: Cannot get 16bit model weights" in printed[NO_GATHERING]
+
+
+def test_what_deepspeeds_json_mends(printed):
+    clips, save = (f"with JSON: {command}" for command in WITH_JSON)
+    assert SCRIPTS["zero_clips.py"].fixed[0] in printed[clips]
+    assert SCRIPTS["zero3_save.py"].fixed[0] in printed[save]
+
+
+def test_a_schedule_that_is_not_prepared(printed):
+    assert SCRIPTS["lr_times_n.py"].fixed[0] in printed[UNPREPARED]
+
+
+class Shifted(Sampler):
+    """A sampler of one's own: 8 samples, other ones in each epoch."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 8
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(8 * self.epoch, 8 * self.epoch + 8))
+
+
+@pytest.mark.parametrize("place", ["the prepared loader", "what skips"])
+def test_the_epoch_of_a_sampler_of_ones_own(place):
+    """The first of two processes resumes in epoch 1, after a batch."""
+    loader = DataLoader(range(16), 4, sampler=Shifted())
+    loader = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)
+    if place == "the prepared loader":
+        loader.set_epoch(1)
+    rest = skip_first_batches(loader, 1)
+    if place == "what skips":
+        rest.set_epoch(1)
+    expected = [[12, 13]] if place == "the prepared loader" else [[4, 5]]  # of epoch 0
+    assert [batch.tolist() for batch in rest] == expected
 
 
 def test_commands_of_the_page():
@@ -180,11 +233,12 @@ def test_settings_that_do_something_else(tmp_path, monkeypatch):
 
 
 def test_reproducers_set_what_the_yaml_would(tmp_path):
-    """Three of them put into the environment what accelerate makes of lines that our YAMLs do not have."""
+    """Three of them put into the environment what accelerate makes of lines that their YAMLs do not have."""
     config = tmp_path / "config.yaml"
 
     def environment(yaml, *lines):
-        config.write_text("\n".join([(ROOT / "accelerate_configs" / f"{yaml}.yaml").read_text(), *lines]))
+        folder = ROOT / (FOLDER if yaml == "zero3" else "accelerate_configs")
+        config.write_text("\n".join([(folder / f"{yaml}.yaml").read_text(), *lines]))
         args = parsed("--config_file", config, "--main_process_port", 0)
         return prepare_multi_gpu_env(args) if yaml == "fsdp" else prepare_deepspeed_cmd_env(args)[1]
 
@@ -203,14 +257,15 @@ def test_reproducers_set_what_the_yaml_would(tmp_path):
 def test_zero_on_several_nodes_without_the_standard_launcher(tmp_path):
     """This node is the only one that is there, and does not miss the other."""
     config = tmp_path / "zero3.yaml"
-    lines = (ROOT / "accelerate_configs" / "zero3.yaml").read_text().splitlines()
+    lines = (ROOT / FOLDER / "zero3.yaml").read_text().splitlines()
     config.write_text("\n".join(line for line in lines if "multinode" not in line))
     nodes = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"]
     args = parsed("--config_file", config, *nodes)
     command, _ = prepare_deepspeed_cmd_env(args)
     assert command[0] == "deepspeed" and "pdsh" in command
-    args = parsed("--config_file", "accelerate_configs/zero3.yaml", *nodes)
-    assert prepare_deepspeed_cmd_env(args)[0] is None and (args.nnodes, args.nproc_per_node) == ("2", "1")
+    for yaml in (f"{FOLDER}/zero3.yaml", "accelerate_configs/zero2.yaml", "accelerate_configs/zero3.yaml"):
+        args = parsed("--config_file", yaml, *nodes)
+        assert prepare_deepspeed_cmd_env(args)[0] is None and (args.nnodes, args.nproc_per_node) == ("2", "1")
 
     script = [f"{ROOT}/tests/probe.py", "--output_dir", str(tmp_path)]
     done = subprocess.run([*ACCELERATE, "--config_file", str(config), *nodes, *script], cwd=tmp_path,
@@ -232,15 +287,16 @@ def test_every_entry_is_proven():
         proof = text[parts[3]:].split("- **")[-1]
         proven = "`tests/test_troubleshooting.py::" in proof or any(name in proof for name in SCRIPTS)
         assert proven or "Not shown on a CPU:**" in proof and "](https://" in text, title
-    written = {path.name for path in (ROOT / FOLDER).glob("*.*")} - {"without_gpu.py"}
+    written = {path.name for path in (ROOT / FOLDER).glob("*.*")} - {"without_gpu.py", "zero3.yaml"}
     assert written == set(SCRIPTS), "each script is shown by an entry, with what it prints"
-    assert set(re.findall(r"tests/troubleshooting/(\w+\.\w+)", PAGE)) <= written
+    assert set(re.findall(r"tests/troubleshooting/(\w+\.\w+)", PAGE)) <= written | {"zero3.yaml"}
 
 
 def test_what_the_page_names_is_there():
     for file, name in re.findall(r"`tests/(\w+\.py)::(\w+)`", PAGE):
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
-    files = [path for pattern in ("*.py", "*/*.yaml", "sbatch/*") for path in ROOT.glob(pattern) if path.is_file()]
+    patterns = ("*.py", "*/*.yaml", "accelerate_configs/*.json", "sbatch/*")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
     source = "\n".join(path.name + "\n" + path.read_text() for path in files)
     for title, text in ENTRIES.items():
         here = text.split("- **Here:**")[1].split("- **")[0]

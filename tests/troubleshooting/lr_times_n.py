@@ -3,14 +3,15 @@
 import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 
-accelerator = Accelerator(cpu=True)
+fixed = "--fix" in sys.argv  # the batches of a DataLoader are then those of all processes, and so are their steps
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=fixed))
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 4))  # to zero in 4 steps
 model, optimizer = accelerator.prepare(model, optimizer)
-if "--fix" not in sys.argv:
+if "--unprepared" not in sys.argv:  # the other way out
     schedule = accelerator.prepare(schedule)
 
 rates = []

@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 
 def make_accelerator(**options):
-    """An Accelerator that shards on a CPU too: the least of what train_mnist_rnn.make_accelerator does.
+    """An Accelerator that shards on a CPU too: the least of what train_mnist_rnn.py does for that.
 
     DDP needs no more than Accelerator(cpu=True).
     """
