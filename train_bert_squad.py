@@ -444,7 +444,7 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
             with accelerator.accumulate(model):
                 logits = model(**inputs).float()
                 loss = span_losses(logits, spans["start"], spans["end"]).mean()
-                accelerator.backward(loss)  # means over micro-batches and ranks
+                accelerator.backward(loss)  # gradients are means over micro-batches and ranks
                 optimizer.step()
                 [learning_rate] = schedule.get_last_lr()
                 schedule.step()
@@ -791,6 +791,11 @@ def catch_stop_signals():
     return received
 
 
+def launched_with(name):
+    """Whether the YAML switched this on: the launcher tells by the environment."""
+    return os.environ.get(f"ACCELERATE_{name}") == "true"
+
+
 def check_launch():
     """Stop where the processes would silently do something else than what was asked for."""
     alone, node_size = "LOCAL_RANK" not in os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -821,7 +826,7 @@ def make_accelerator(args):
     check_launch()
     calm_accelerate()
     gpus, world_size = torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", 1))
-    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(os.environ)
+    sharded = launched_with("USE_FSDP") or launched_with("USE_DEEPSPEED")
     # Gradients lie in the buckets that are all-reduced, not beside them; constants stay at home.
     handlers = [DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, broadcast_buffers=False)]
@@ -841,7 +846,7 @@ def make_accelerator(args):
         log_with="tensorboard" if args.with_tracking else None,
         project_dir="runs",  # replaced in Run.start, when the output directory is known
     )
-    if "ACCELERATE_USE_FSDP" in os.environ and not gpus:
+    if launched_with("USE_FSDP") and not gpus:
         allow_fsdp_on_cpu(accelerator)
     if accelerator.num_processes != world_size:
         fail(f"{world_size} processes were started, but accelerate knows of "
@@ -855,7 +860,7 @@ def name_strategy(state):
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.NO:  # the mark that dp.yaml explains
-        return "dp" if os.environ.get("ACCELERATE_DEBUG_MODE") == "true" else "baseline"
+        return "dp" if launched_with("DEBUG_MODE") else "baseline"
     return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
@@ -878,7 +883,7 @@ def set_up_cpu():
     if 1 < node_size <= len(cores):  # each rank and its gloo threads on cores of its own: 10 %
         os.sched_setaffinity(0, cores[rank::node_size])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it looked for a GPU
-    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+    if launched_with("USE_DEEPSPEED"):
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from deepspeed.ops import __compatible_ops__ as deepspeed_ops
 
