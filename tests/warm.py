@@ -1,10 +1,10 @@
 """Ranks that start in 0.1 s: forked from a process that has imported all that the scripts import.
 
-`accelerate launch` takes 8 to 15 s on two cores, and nearly all of that is Python importing torch, accelerate,
-transformers and DeepSpeed, in the launcher and again in each rank. A test that is about training, and not about
-launching, need not wait for that. What the ranks find is the launcher's own: accelerate parses the command line and the
-YAML and makes the environment, and torch's store connects the ranks. tests/test_launch.py holds both ways to the same
-numbers.
+`accelerate launch` takes 8 to 15 s on two cores, and nearly all of that is Python importing torch,
+accelerate, transformers and DeepSpeed, in the launcher and again in each rank. A test that is about
+training, and not about launching, need not wait for that. What the ranks find is the launcher's
+own: accelerate parses the command line and the YAML and makes the environment, and torch's store
+connects the ranks. tests/test_launch.py holds both ways to the same numbers.
 """
 
 import multiprocessing
@@ -22,13 +22,15 @@ import torch.distributed.run  # noqa: F401  replaced below
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import TCPStore
 
-# Read when a library is imported: a run that needs other values of these needs processes of its own.
+# Read when a library is imported: a run that needs other values needs processes of its own.
 READ_AT_IMPORT = ("HF_", "OMP_", "DS_", "PYTHON", "PATH")
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 
 
 def what_the_launcher_starts(words, environment):
-    """What `accelerate launch WORDS` starts: the number of ranks, None for one plain process; their environment."""
+    """What `accelerate launch WORDS` starts: the number of ranks (None: one plain process), and
+    their environment.
+    """
     started = []
 
     def popen(_, env):
@@ -48,10 +50,13 @@ def what_the_launcher_starts(words, environment):
 
 
 def start_server():
-    """The context whose processes are forked from the one that has imported everything; the first call starts it."""
+    """The context whose processes are forked from the one that has imported everything, which the
+    first call starts.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_imports"])
-    own = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    here = str(Path(__file__).parent)
+    own = {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context
@@ -70,19 +75,21 @@ def become(environment, folder, argv, out, err):
 
 
 def run_ranks(words, argv, environment, folder, out, err, timeout):
-    """What `accelerate launch WORDS ARGV` does, in `folder`; the ranks append to the files `out` and `err`.
-
-    Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them. Raises TimeoutError.
+    """What `accelerate launch WORDS ARGV` does, in `folder`; the ranks append to the files `out`
+    and `err`. Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them.
+    Raises TimeoutError.
     """
     number, environment = what_the_launcher_starts([*words, *argv], environment)
     worlds = [{}]
     if number:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(number),
-                        "LOCAL_WORLD_SIZE": str(number), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
         worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     context, deadline = start_server(), time.monotonic() + timeout
-    ranks = [context.Process(target=become, args=(environment | own, folder, argv, out, err)) for own in worlds]
+    ranks = [context.Process(target=become, args=(environment | own, folder, argv, out, err))
+             for own in worlds]  # fmt: skip
     try:
         for rank in ranks:
             rank.start()
@@ -96,7 +103,8 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
                 break
             wait([rank.sentinel for rank in running], timeout=1)
         if running and not failed:
-            raise TimeoutError(f"{argv} ran for more than {timeout} s: {Path(out).read_text()}{Path(err).read_text()}")
+            printed = Path(out).read_text() + Path(err).read_text()
+            raise TimeoutError(f"{argv} ran for more than {timeout} s: {printed}")
     finally:
         for rank in ranks:
             rank.kill()
