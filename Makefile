@@ -42,7 +42,7 @@ test: dev  ## the tests of the scripts, the YAMLs, the report and README; minute
 	$(BIN)/python -m pytest
 
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
-	$(BIN)/python -m pytest -m "not matrix"
+	$(BIN)/python -m pytest -m "not matrix" --numprocesses 2 --dist loadgroup
 
 slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	apt-get update

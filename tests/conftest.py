@@ -129,6 +129,22 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    for row in getattr(config, "table", []):
-        terminalreporter.write_line(row)
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
+def pytest_collection_modifyitems(items):
+    """`make test-all` has two processes: one for the tests with a cluster, which mostly wait, and
+    for the lab, whose last exercise kills runs by their name; another for all the rest.
+    """
+    for item in items:
+        alone = "cluster" in item.fixturenames or "exercise" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group("cluster" if alone else "rest"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tables: what tests noted by `record_property(head, row)`."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    head = None
+    for new, row in [noted for report in reports for noted in report.user_properties]:
+        if new != head:
+            terminalreporter.write_line(new)
+        head = new
+        terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")

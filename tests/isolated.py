@@ -9,8 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MASTER_ MPL PROCESSES_PER_NODE RANK
-    SBATCH_ SLURM_ SWEEP_ TORCH WORLD_SIZE XDG_""".split()
+# PYTHONUNBUFFERED would write a line in pieces, between which another rank writes its own.
+FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MASTER_ MPL PROCESSES_PER_NODE
+    PYTHONUNBUFFERED RANK SBATCH_ SLURM_ SWEEP_ TORCH WORLD_SIZE XDG_""".split()
 # For caches and temporary files, and as HOME.
 SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 

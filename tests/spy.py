@@ -7,7 +7,7 @@ SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on 
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
-SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done,
+SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
 """
@@ -139,10 +139,11 @@ def spy_on_bytes():
 
 def spy_on_steps():
     original, file = script.Run.end_step, open(os.environ["SPY_STEPS"], "a", buffering=1)
+    started = time.time()  # tells this process from the one of an earlier job
 
     def end_step(self):
         meeting = original(self)
-        file.write(f"{time.time():.2f} {self.step}\n")
+        file.write(f"{time.time():.2f} {self.step} {started}\n")
         time.sleep(float(os.environ.get("SPY_PAUSE", 0)))
         return meeting
 
