@@ -42,7 +42,15 @@ test: dev  ## the tests of the scripts, the YAMLs, the report and README; minute
 	$(BIN)/python -m pytest
 
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
-	$(BIN)/python -m pytest -m "not matrix" --numprocesses 2 --dist loadgroup
+	+$(MAKE) -j 2 test-rest test-cluster
+
+# The tests with a cluster mostly wait, so they run beside the others. Their output is shown at their end.
+test-rest:
+	$(BIN)/python -m pytest -m "not cluster and not matrix"
+
+test-cluster:
+	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \
+		cat $$log; rm $$log; exit $$code; }
 
 slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	apt-get update
@@ -69,4 +77,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all slurm test-faults lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults lint bench clean

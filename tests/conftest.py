@@ -129,14 +129,14 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """`make test-all` has two processes: one for the tests with a cluster, which mostly wait, and
-    for the lab, whose last exercise kills runs by their name; another for all the rest.
+    """Mark what `make test-all` runs beside the rest: tests with a cluster, which mostly wait; and
+    the lab, as two of the cluster's tests need its runs.
     """
     for item in items:
-        alone = "cluster" in item.fixturenames or "exercise" in item.fixturenames
-        item.add_marker(pytest.mark.xdist_group("cluster" if alone else "rest"))
+        if "cluster" in item.fixturenames or "exercise" in item.fixturenames:
+            item.add_marker("cluster")
 
 
 def pytest_terminal_summary(terminalreporter):
