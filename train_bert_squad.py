@@ -37,7 +37,6 @@ import warnings
 from pathlib import Path
 
 import datasets
-import evaluate
 import huggingface_hub
 import numpy as np
 import psutil
@@ -72,7 +71,7 @@ KEEP_CHECKPOINTS = 2  # the newest, and one more in case that is damaged; the be
 OFFLINE = ("without a network, run --prepare_data_only on a node that has one first, or give files "
            "and a folder")
 
-# ------------------------------------------------------------------------------------ command line
+# -------- command line
 
 
 def parse_args():
@@ -103,7 +102,7 @@ def parse_args():
     return args
 
 
-# --------------------------------------------------------------------------------- questions, read
+# -------- questions, read
 
 
 def read_questions(args, split):
@@ -196,7 +195,7 @@ def read_hub(name, split):
         yield row | {"answers": list(zip(texts, starts, strict=True))}
 
 
-# ---------------------------------------------------------------------------- questions, tokenised
+# -------- questions, tokenised
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -275,8 +274,7 @@ class Features(Dataset):
         in_context = positions >= self.first[ids, None]
         inputs = {"input_ids": input_ids, "attention_mask": mask,
                   "token_type_ids": (mask & in_context).int()}
-        count = torch.tensor([mask.sum(), mask.numel()], dtype=torch.float32)
-        return inputs, {"ids": ids, "start": self.start[ids], "end": self.end[ids], "count": count,
+        return inputs, {"ids": ids, "start": self.start[ids], "end": self.end[ids],
                         "first": self.first[ids], "last": self.lengths[ids] - 2}
 
 
@@ -377,7 +375,7 @@ class EpochSampler(Sampler):
         return iter(self.order.flatten().tolist())
 
 
-# ------------------------------------------------------------------------------------------- model
+# -------- model
 
 
 class SpanBert(transformers.BertForQuestionAnswering):
@@ -428,7 +426,7 @@ def load_model(args, config):
     return model.float()
 
 
-# ---------------------------------------------------------------------------------------- training
+# -------- training
 
 
 def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run):
@@ -449,8 +447,7 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
                 [learning_rate] = schedule.get_last_lr()
                 schedule.step()
                 optimizer.zero_grad()
-            run.new_losses.append(loss.detach())  # these stay on the device
-            run.new_counts.append(spans["count"])
+            run.new_losses.append(loss.detach())  # it stays on the device
             if not accelerator.sync_gradients:
                 continue  # the step has more micro-batches
             if run.end_step():  # now and then the ranks meet
@@ -467,7 +464,7 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
     return False
 
 
-# -------------------------------------------------------------------------------------- evaluation
+# -------- evaluation
 
 
 def best_spans(logits, first, last, max_answer_length):
@@ -480,19 +477,13 @@ def best_spans(logits, first, last, max_answer_length):
     """
     positions = torch.arange(logits.shape[1], device=logits.device)
     inside = (positions >= first[:, None]) & (positions <= last[:, None])
-    start_logits, end_logits = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
-    # best_ahead[b, s]: the highest of the end logits from s on, over 1, 2, 4, ... and at last all
-    # tokens that an answer may have, by the maximum of two shorter stretches: 5 operations for 30
-    # tokens (max_pool1d takes 3 times as long).
-    ahead = F.pad(end_logits, (0, max_answer_length - 1), value=-torch.inf)
-    best_ahead, reach = ahead, 1
-    while reach < max_answer_length:
-        shift = min(reach, max_answer_length - reach)
-        best_ahead = torch.maximum(best_ahead[:, :-shift], best_ahead[:, shift:])
-        reach += shift
-    scores, starts = (start_logits + best_ahead).max(1)
-    answer_tokens = starts[:, None] + torch.arange(max_answer_length, device=logits.device)
-    return scores, starts, starts + ahead.gather(1, answer_tokens).argmax(1)
+    starts, ends = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
+    # Each start with the ends from there on: [batch, width, max_answer_length], a view of memory.
+    ends_ahead = F.pad(ends, (0, max_answer_length - 1), value=-torch.inf)
+    scores = starts[:, :, None] + ends_ahead.unfold(1, max_answer_length, 1)
+    best, pair = scores.flatten(1).max(1)
+    start = pair // max_answer_length
+    return best, start, start + pair % max_answer_length
 
 
 @torch.no_grad()
@@ -535,54 +526,43 @@ def choose_answers(rows, features, version_2):
     return answers
 
 
-class SquadMetric(evaluate.Metric):
-    """Exact match and F1 in percent, by the rules of SQuAD's official scripts (Rajpurkar et al.,
-    2016 and 2018) but without a network: compute(predictions=[text], references=[[text, ...]],
-    version_2=bool). In v2.0 [] is no answer.
+def score_answers(answers, references, version_2):
+    """Exact match and F1 in percent of answers [text] against the right ones [[text, ...]], by the
+    rules of SQuAD's official scripts (Rajpurkar et al., 2016 and 2018). In v2.0 [] is no answer.
     """
+    exact, f1 = [], []
+    for answer, texts in zip(answers, references, strict=True):
+        right = [answer_words(text) for text in texts]
+        if version_2:  # texts of nothing but articles and punctuation are no answers
+            right = [words for words in right if words] or [[]]
+        words = answer_words(answer)
+        exact.append(words in right)
+        f1.append(max(word_f1(words, others, version_2) for others in right))
+    return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
 
-    def _info(self):
-        text = datasets.Value("string")
-        types = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=types)
 
-    def _compute(self, predictions, references, version_2):
-        exact, f1 = [], []
-        for prediction, texts in zip(predictions, references, strict=True):
-            if version_2:  # texts of nothing but articles and punctuation are no answers
-                texts = [text for text in texts if self.words(text)] or [""]
-            words, right = self.words(prediction), [self.words(text) for text in texts]
-            exact.append(words in right)
-            f1.append(max(self.f1(words, text, version_2) for text in right))
-        return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
+def answer_words(text):
+    """The words of an answer, in lower case, without punctuation and articles."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
-    @staticmethod
-    def words(text):
-        """The words of an answer, in lower case, without punctuation and articles."""
-        text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-        return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
-    @staticmethod
-    def f1(prediction, reference, version_2):
-        """The harmonic mean of the words' precision and recall. Without words v1.1 gives 0, and
-        v2.0 compares.
-        """
-        if version_2 and not (prediction and reference):
-            return float(prediction == reference)
-        same = sum((collections.Counter(prediction) & collections.Counter(reference)).values())
-        return 2 * same / (len(prediction) + len(reference)) if same else 0.0
+def word_f1(words, others, version_2):
+    """The harmonic mean of precision and recall. Without words v1.1 gives 0, and v2.0 compares."""
+    if version_2 and not (words and others):
+        return float(words == others)
+    same = sum((collections.Counter(words) & collections.Counter(others)).values())
+    return 2 * same / (len(words) + len(others)) if same else 0.0
 
 
 def evaluate_epoch(accelerator, model, loader, run):
     """Exact match, F1 and loss on the validation questions. Rank 0 writes predictions.json."""
-    args, features, metrics = run.args, loader.dataset, None
-    rows = find_answers(accelerator, model, loader, args.max_answer_length)
+    features, version_2, metrics = loader.dataset, run.args.version_2_with_negative, None
+    rows = find_answers(accelerator, model, loader, run.args.max_answer_length)
     if accelerator.is_main_process:
-        answers = choose_answers(rows, features, args.version_2_with_negative)
+        answers = choose_answers(rows, features, version_2)
         right = [[text for text, _ in question["answers"]] for question in features.questions]
-        metric = SquadMetric(keep_in_memory=True, cache_dir=tempfile.gettempdir())
-        metrics = metric.compute(predictions=list(answers.values()), references=right,
-                                 version_2=args.version_2_with_negative)
+        metrics = score_answers(answers.values(), right, version_2)
         metrics["eval_loss"] = rows[:, 0].double().mean().item()
         text = json.dumps(answers, indent=1, ensure_ascii=False) + "\n"
         write_atomically(run.folder / "predictions.json", text)
@@ -609,14 +589,27 @@ def make_loaders(train_features, eval_features, run):
     Without a generator of its own, a DataLoader draws from the one that dropout uses, and a resumed
     run would see other masks. The Dataset makes whole batches: there is nothing to collate.
     """
-    options = {"collate_fn": tuple, "pin_memory": torch.cuda.is_available()}
+    options = {"collate_fn": tuple, "generator": torch.Generator(),
+               "pin_memory": torch.cuda.is_available()}
     sampler = EpochSampler(train_features.lengths, run.global_batch_size, run.args.seed)
     by_length = eval_features.lengths.argsort(descending=True, stable=True).tolist()
     eval_batch_size = run.args.per_device_eval_batch_size * run.devices
-    return (DataLoader(train_features, run.batch_size, sampler=sampler, **options,
-                       generator=torch.Generator()),
-            DataLoader(eval_features, eval_batch_size, sampler=by_length, **options,
-                       generator=torch.Generator()))
+    return (DataLoader(train_features, run.batch_size, sampler=sampler, **options),
+            DataLoader(eval_features, eval_batch_size, sampler=by_length, **options))
+
+
+def describe_tokens(features, run, ranks):
+    """What the record says of the tokens that the run trained on. Padding is no token."""
+    sampler, lengths = EpochSampler(features.lengths, run.global_batch_size, run.args.seed), []
+    for epoch in range(run.epochs):
+        sampler.set_epoch(epoch)
+        lengths.append(features.lengths[sampler.order])
+    done = torch.cat(lengths)[: run.step]  # [steps, global batch]
+    padded = done.view(-1, run.batch_size // ranks)  # each rank pads its part of a micro-batch
+    share = done.sum() / (features.width(padded).sum() * padded.shape[1])
+    new, seconds = done[run.first_step :].sum().item(), run.seconds["train"]
+    return {"tokens": done.sum().item(), "padding_share": round(1 - share.item(), 4),
+            "tokens_per_second": round(new / seconds, 1) if new else None}
 
 
 def describe_workload(args, config, train_features, eval_features):
@@ -676,11 +669,12 @@ def main():
     stopped = train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run)
     if not stopped:
         save_model(accelerator, model, tokenizer, run.folder)
+    run.record |= describe_tokens(train_features, run, accelerator.num_processes)
     run.finish(stopped, ["exact_match", "f1", "eval_loss"])
     accelerator.end_training()
 
 
-# ------------------------------------------------------------ launching: the same in both scripts
+# -------- launching: the same in both scripts
 
 
 class Fault(Exception):
@@ -864,7 +858,7 @@ def name_strategy(state):
     return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
-# ---------------------------------------------------------- workarounds: the same in both scripts
+# -------- workarounds: the same in both scripts
 # Each says what it waits for; tests/test_workarounds.py fails when one has become needless.
 
 
@@ -925,13 +919,13 @@ def leave():
     os._exit(0)
 
 
-# --------------------------------------------------- a run and its record: the same in both scripts
+# -------- a run and its record: the same in both scripts
 
 
 class Run:
     """A run as it was asked for, how far it is, its stopwatch and its record."""
 
-    STATE = ("step", "loss_history", "evaluations", "best", "tokens", "places")  # in checkpoints
+    STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
     def __init__(self, accelerator, strategy, args, stop_signals, workload):
         self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
@@ -952,10 +946,8 @@ class Run:
         self.folder = make_output_dir(args, strategy)
         self.describe(accelerator, workload)
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean of global batch]
-        self.tokens, self.places = 0, 0  # trained on: without padding, and with it
-        self.evaluations, self.best = [], []  # metrics of each epoch; [score, step] of the best
-        # Of micro-batches since the last meeting: losses, and [tokens, places]; steps per second.
-        self.new_losses, self.new_counts, self.pace = [], [], 0.0
+        self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
+        self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
         self.profiling, self.profiler = contextlib.ExitStack(), None
@@ -980,6 +972,7 @@ class Run:
             "workload": workload,
             "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | {
                 name: getattr(sys.modules.get(name), "__version__", None) for name in libraries},
+            **dict.fromkeys(("tokens", "padding_share", "tokens_per_second")),  # BERT's
             "git_commit": find_git_commit(),
             "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "argv": sys.argv,
@@ -998,7 +991,7 @@ class Run:
             accelerator.load_state(found[0])
             vars(self).update(found[1])
             say(f"resuming from {found[0]}")
-        self.resumed_from, self.first_tokens = found and str(found[0]), self.tokens
+        self.resumed_from, self.first_step = found and str(found[0]), self.step
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
             accelerator.init_trackers("tensorboard", vars(self.args) | self.settings, {
@@ -1023,6 +1016,11 @@ class Run:
     def epoch(self):
         """The epoch that is under way, counted from 0. It lasts until it has been evaluated."""
         return len(self.evaluations)
+
+    @property
+    def checkpoint(self):
+        """Where the checkpoint of this step is, or will be."""
+        return self.folder / "checkpoints" / f"step_{self.step:08d}"
 
     @property
     def batches_done(self):
@@ -1054,12 +1052,9 @@ class Run:
         """
         accumulation = self.args.gradient_accumulation_steps
         means = torch.stack(self.new_losses).view(-1, accumulation).mean(1)
-        counts = torch.stack(self.new_counts).sum(0) if self.new_counts else means.new_zeros(2)
-        own = torch.cat([means, counts, means.new_tensor([len(self.stop_signals), self.pace])])
-        *losses, tokens, places, stop, pace = accelerator.reduce(own, "mean").tolist()
-        seconds, self.new_losses, self.new_counts = time.perf_counter() - self.clock, [], []
-        self.tokens += round(tokens * accelerator.num_processes)
-        self.places += round(places * accelerator.num_processes)
+        own = torch.cat([means, means.new_tensor([len(self.stop_signals), self.pace])])
+        *losses, stop, pace = accelerator.reduce(own, "mean").tolist()
+        seconds, self.new_losses = time.perf_counter() - self.clock, []
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
         self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
         self.show_steps(accelerator, losses, learning_rate, seconds)
@@ -1090,11 +1085,12 @@ class Run:
         self.seconds["eval"] += time.perf_counter() - self.clock
         self.evaluations.append(metrics)
         if not self.best or score > self.best[0]:
-            self.best = [score, self.step]
+            self.best = [score, self.checkpoint.name]
+        if accelerator.is_main_process:
+            link_and_prune(self)
         accelerator.log(metrics, self.step)
         say(f"epoch {self.epoch}/{self.epochs}: {text}, training loss "
             f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
-        save_evaluation(self)
 
     def finish(self, stopped, unknown):
         """Write OUTPUT_DIR/run.json, and say how the run ended. What is not known is null; before
@@ -1102,19 +1098,15 @@ class Run:
         """
         self.bar.close()
         self.profiling.close()
-        self.seconds["total"], trained = seconds_alive(), self.seconds["train"]
-        steady, tokens, new = self.steady_seconds, self.tokens, self.tokens - self.first_tokens
+        self.seconds["total"], steady = seconds_alive(), self.steady_seconds
         rate = self.steady_steps * self.global_batch_size / steady if steady else None
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
             "epochs": round(self.step / self.steps_per_epoch, 3),
             "steps": self.step,
-            "tokens": tokens or None,
-            "padding_share": round(1 - tokens / self.places, 4) if tokens else None,
             "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
-            "tokens_per_second": round(new / trained, 1) if new and trained else None,
             "ranks": ranks,
             "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(unknown),
             "status": "preempted" if stopped else "completed",
@@ -1129,7 +1121,7 @@ class Run:
             say(f"stopped by {reason} after step {self.step} of {self.total_steps}; saved: add "
                 f"--resume --output_dir {self.folder} to continue")
         else:
-            say(f"completed {self.step:,} steps: {trained:.1f} s of training, "
+            say(f"completed {self.step:,} steps: {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 
@@ -1199,7 +1191,7 @@ def describe_rank():
     }
 
 
-# ----------------------------------------------------------- checkpoints: the same in both scripts
+# -------- checkpoints: the same in both scripts
 
 
 def write_atomically(path, text):
@@ -1216,8 +1208,7 @@ def save_checkpoint(accelerator, run):
     """Save what --resume needs as checkpoints/step_N, which gets that name when it is complete on
     disk: a kill never leaves a checkpoint that only looks whole. A collective.
     """
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    partial = final.with_suffix(".partial")
+    final, partial = run.checkpoint, run.checkpoint.with_suffix(".partial")
     if accelerator.is_main_process:
         for leftover in final.parent.glob("step_*.partial"):
             shutil.rmtree(leftover)
@@ -1226,44 +1217,30 @@ def save_checkpoint(accelerator, run):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         sizes = {}
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-                sizes[str(path.relative_to(partial))] = path.stat().st_size
-        write_state(partial, run, sizes)
+        for path in filter(Path.is_file, partial.rglob("*")):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            sizes[str(path.relative_to(partial))] = path.stat().st_size
+        state = {name: getattr(run, name) for name in run.STATE}
+        content = {"settings": run.settings, "state": state, "files": sizes}
+        write_atomically(partial / "checkpoint.json", json.dumps(content))
         partial.rename(final)
-        link_and_prune(final, run.best)
+        link_and_prune(run)
     accelerator.wait_for_everyone()
     run.start_clock()
 
 
-def save_evaluation(run):
-    """Note an evaluation in the checkpoint that was saved before it."""
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    if PartialState().is_main_process:
-        write_state(final, run, json.loads((final / "checkpoint.json").read_bytes())["files"])
-        link_and_prune(final, run.best)
-
-
-def write_state(folder, run, sizes):
-    """Write a checkpoint's own file: how far the run is, its settings, the other files' sizes."""
-    state = {name: getattr(run, name) for name in run.STATE}
-    content = {"settings": run.settings, "state": state, "files": sizes}
-    write_atomically(folder / "checkpoint.json", json.dumps(content))
-
-
-def link_and_prune(final, best):
+def link_and_prune(run):
     """Let the links `last` and `best` follow, and remove old checkpoints."""
-    best = final.with_name(f"step_{best[1]:08d}") if best else None
-    for link, target in (("last", final), ("best", best)):
-        if target and target.exists():
-            new = final.with_name(f".{link}")
+    folder = run.checkpoint.parent
+    for link, name in zip(("last", "best"), (run.checkpoint.name, *run.best[1:]), strict=False):
+        if (folder / name).exists():
+            new = folder / f".{link}"
             new.unlink(missing_ok=True)
-            new.symlink_to(target.name)
-            new.replace(final.with_name(link))
-    for old in sorted(final.parent.glob("step_*[0-9]"))[:-KEEP_CHECKPOINTS]:
-        if old != best:  # renamed first, so that a kill does not leave half of it either
+            new.symlink_to(name)
+            new.replace(folder / link)
+    for old in sorted(folder.glob("step_*[0-9]"))[:-KEEP_CHECKPOINTS]:
+        if old.name not in run.best:  # renamed first, so that a kill does not leave half of it
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 

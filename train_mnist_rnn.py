@@ -63,7 +63,7 @@ PROFILE_STEPS = 5  # that --profile traces, after the warm-up
 LOG_SECONDS = 10  # without a terminal, a line of progress about so often
 KEEP_CHECKPOINTS = 2  # the newest, and one more in case that is damaged; the best is kept besides
 
-# ------------------------------------------------------------------------------------ command line
+# -------- command line
 
 
 def parse_args():
@@ -79,7 +79,7 @@ def parse_args():
     return parse_checked(parser)
 
 
-# -------------------------------------------------------------------------------------------- data
+# -------- data
 
 
 class Images(Dataset):
@@ -139,7 +139,7 @@ def read_images(args):
                     "--dataset digits") from None
 
 
-# ------------------------------------------------------------------------------------------- model
+# -------- model
 
 
 class RowLSTM(nn.Module):
@@ -160,7 +160,7 @@ class RowLSTM(nn.Module):
         return self.head(self.dropout(outputs[:, -1]))
 
 
-# ---------------------------------------------------------------------------------------- training
+# -------- training
 
 
 def train(accelerator, model, optimizer, schedule, train_loader, test_loader, run):
@@ -227,10 +227,9 @@ def make_loaders(train_x, train_y, test_x, test_y, run, device):
     test_images = Images(test_x.to(device), test_y.to(device), *statistics)
     sampler = EpochSampler(len(train_images), run.global_batch_size, run.args.seed)
     test_batch_size = run.args.per_device_eval_batch_size * run.devices
-    return (DataLoader(train_images, run.batch_size, sampler=sampler, collate_fn=tuple,
-                       generator=torch.Generator()),
-            DataLoader(test_images, test_batch_size, collate_fn=tuple,
-                       generator=torch.Generator()))
+    options = {"collate_fn": tuple, "generator": torch.Generator()}
+    return (DataLoader(train_images, run.batch_size, sampler=sampler, **options),
+            DataLoader(test_images, test_batch_size, **options))
 
 
 def main():
@@ -268,7 +267,7 @@ def main():
     accelerator.end_training()
 
 
-# ------------------------------------------------------------ launching: the same in both scripts
+# -------- launching: the same in both scripts
 
 
 class Fault(Exception):
@@ -452,7 +451,7 @@ def name_strategy(state):
     return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
-# ---------------------------------------------------------- workarounds: the same in both scripts
+# -------- workarounds: the same in both scripts
 # Each says what it waits for; tests/test_workarounds.py fails when one has become needless.
 
 
@@ -513,13 +512,13 @@ def leave():
     os._exit(0)
 
 
-# --------------------------------------------------- a run and its record: the same in both scripts
+# -------- a run and its record: the same in both scripts
 
 
 class Run:
     """A run as it was asked for, how far it is, its stopwatch and its record."""
 
-    STATE = ("step", "loss_history", "evaluations", "best", "tokens", "places")  # in checkpoints
+    STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
     def __init__(self, accelerator, strategy, args, stop_signals, workload):
         self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
@@ -540,10 +539,8 @@ class Run:
         self.folder = make_output_dir(args, strategy)
         self.describe(accelerator, workload)
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean of global batch]
-        self.tokens, self.places = 0, 0  # trained on: without padding, and with it
-        self.evaluations, self.best = [], []  # metrics of each epoch; [score, step] of the best
-        # Of micro-batches since the last meeting: losses, and [tokens, places]; steps per second.
-        self.new_losses, self.new_counts, self.pace = [], [], 0.0
+        self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
+        self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
         self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
         self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
         self.profiling, self.profiler = contextlib.ExitStack(), None
@@ -568,6 +565,7 @@ class Run:
             "workload": workload,
             "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | {
                 name: getattr(sys.modules.get(name), "__version__", None) for name in libraries},
+            **dict.fromkeys(("tokens", "padding_share", "tokens_per_second")),  # BERT's
             "git_commit": find_git_commit(),
             "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "argv": sys.argv,
@@ -586,7 +584,7 @@ class Run:
             accelerator.load_state(found[0])
             vars(self).update(found[1])
             say(f"resuming from {found[0]}")
-        self.resumed_from, self.first_tokens = found and str(found[0]), self.tokens
+        self.resumed_from, self.first_step = found and str(found[0]), self.step
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
             accelerator.init_trackers("tensorboard", vars(self.args) | self.settings, {
@@ -611,6 +609,11 @@ class Run:
     def epoch(self):
         """The epoch that is under way, counted from 0. It lasts until it has been evaluated."""
         return len(self.evaluations)
+
+    @property
+    def checkpoint(self):
+        """Where the checkpoint of this step is, or will be."""
+        return self.folder / "checkpoints" / f"step_{self.step:08d}"
 
     @property
     def batches_done(self):
@@ -642,12 +645,9 @@ class Run:
         """
         accumulation = self.args.gradient_accumulation_steps
         means = torch.stack(self.new_losses).view(-1, accumulation).mean(1)
-        counts = torch.stack(self.new_counts).sum(0) if self.new_counts else means.new_zeros(2)
-        own = torch.cat([means, counts, means.new_tensor([len(self.stop_signals), self.pace])])
-        *losses, tokens, places, stop, pace = accelerator.reduce(own, "mean").tolist()
-        seconds, self.new_losses, self.new_counts = time.perf_counter() - self.clock, [], []
-        self.tokens += round(tokens * accelerator.num_processes)
-        self.places += round(places * accelerator.num_processes)
+        own = torch.cat([means, means.new_tensor([len(self.stop_signals), self.pace])])
+        *losses, stop, pace = accelerator.reduce(own, "mean").tolist()
+        seconds, self.new_losses = time.perf_counter() - self.clock, []
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
         self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
         self.show_steps(accelerator, losses, learning_rate, seconds)
@@ -678,11 +678,12 @@ class Run:
         self.seconds["eval"] += time.perf_counter() - self.clock
         self.evaluations.append(metrics)
         if not self.best or score > self.best[0]:
-            self.best = [score, self.step]
+            self.best = [score, self.checkpoint.name]
+        if accelerator.is_main_process:
+            link_and_prune(self)
         accelerator.log(metrics, self.step)
         say(f"epoch {self.epoch}/{self.epochs}: {text}, training loss "
             f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
-        save_evaluation(self)
 
     def finish(self, stopped, unknown):
         """Write OUTPUT_DIR/run.json, and say how the run ended. What is not known is null; before
@@ -690,19 +691,15 @@ class Run:
         """
         self.bar.close()
         self.profiling.close()
-        self.seconds["total"], trained = seconds_alive(), self.seconds["train"]
-        steady, tokens, new = self.steady_seconds, self.tokens, self.tokens - self.first_tokens
+        self.seconds["total"], steady = seconds_alive(), self.steady_seconds
         rate = self.steady_steps * self.global_batch_size / steady if steady else None
         ranks = gather_object([describe_rank()])
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
             "epochs": round(self.step / self.steps_per_epoch, 3),
             "steps": self.step,
-            "tokens": tokens or None,
-            "padding_share": round(1 - tokens / self.places, 4) if tokens else None,
             "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
-            "tokens_per_second": round(new / trained, 1) if new and trained else None,
             "ranks": ranks,
             "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(unknown),
             "status": "preempted" if stopped else "completed",
@@ -717,7 +714,7 @@ class Run:
             say(f"stopped by {reason} after step {self.step} of {self.total_steps}; saved: add "
                 f"--resume --output_dir {self.folder} to continue")
         else:
-            say(f"completed {self.step:,} steps: {trained:.1f} s of training, "
+            say(f"completed {self.step:,} steps: {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
 
@@ -787,7 +784,7 @@ def describe_rank():
     }
 
 
-# ----------------------------------------------------------- checkpoints: the same in both scripts
+# -------- checkpoints: the same in both scripts
 
 
 def write_atomically(path, text):
@@ -804,8 +801,7 @@ def save_checkpoint(accelerator, run):
     """Save what --resume needs as checkpoints/step_N, which gets that name when it is complete on
     disk: a kill never leaves a checkpoint that only looks whole. A collective.
     """
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    partial = final.with_suffix(".partial")
+    final, partial = run.checkpoint, run.checkpoint.with_suffix(".partial")
     if accelerator.is_main_process:
         for leftover in final.parent.glob("step_*.partial"):
             shutil.rmtree(leftover)
@@ -814,44 +810,30 @@ def save_checkpoint(accelerator, run):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         sizes = {}
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-                sizes[str(path.relative_to(partial))] = path.stat().st_size
-        write_state(partial, run, sizes)
+        for path in filter(Path.is_file, partial.rglob("*")):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            sizes[str(path.relative_to(partial))] = path.stat().st_size
+        state = {name: getattr(run, name) for name in run.STATE}
+        content = {"settings": run.settings, "state": state, "files": sizes}
+        write_atomically(partial / "checkpoint.json", json.dumps(content))
         partial.rename(final)
-        link_and_prune(final, run.best)
+        link_and_prune(run)
     accelerator.wait_for_everyone()
     run.start_clock()
 
 
-def save_evaluation(run):
-    """Note an evaluation in the checkpoint that was saved before it."""
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    if PartialState().is_main_process:
-        write_state(final, run, json.loads((final / "checkpoint.json").read_bytes())["files"])
-        link_and_prune(final, run.best)
-
-
-def write_state(folder, run, sizes):
-    """Write a checkpoint's own file: how far the run is, its settings, the other files' sizes."""
-    state = {name: getattr(run, name) for name in run.STATE}
-    content = {"settings": run.settings, "state": state, "files": sizes}
-    write_atomically(folder / "checkpoint.json", json.dumps(content))
-
-
-def link_and_prune(final, best):
+def link_and_prune(run):
     """Let the links `last` and `best` follow, and remove old checkpoints."""
-    best = final.with_name(f"step_{best[1]:08d}") if best else None
-    for link, target in (("last", final), ("best", best)):
-        if target and target.exists():
-            new = final.with_name(f".{link}")
+    folder = run.checkpoint.parent
+    for link, name in zip(("last", "best"), (run.checkpoint.name, *run.best[1:]), strict=False):
+        if (folder / name).exists():
+            new = folder / f".{link}"
             new.unlink(missing_ok=True)
-            new.symlink_to(target.name)
-            new.replace(final.with_name(link))
-    for old in sorted(final.parent.glob("step_*[0-9]"))[:-KEEP_CHECKPOINTS]:
-        if old != best:  # renamed first, so that a kill does not leave half of it either
+            new.symlink_to(name)
+            new.replace(folder / link)
+    for old in sorted(folder.glob("step_*[0-9]"))[:-KEEP_CHECKPOINTS]:
+        if old.name not in run.best:  # renamed first, so that a kill does not leave half of it
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
