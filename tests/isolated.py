@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 # PYTHONUNBUFFERED would write a line in pieces, between which another rank writes its own.
-FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MASTER_ MPL PROCESSES_PER_NODE
-    PYTHONUNBUFFERED RANK SBATCH_ SLURM_ SWEEP_ TORCH WORLD_SIZE XDG_""".split()
+FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MAKE MASTER_ MFLAGS MPL
+    PROCESSES_PER_NODE PYTHONUNBUFFERED RANK SBATCH_ SLURM_ SWEEP_ TORCH WORLD_SIZE XDG_""".split()
 # For caches and temporary files, and as HOME.
 SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
