@@ -144,7 +144,7 @@ def read_record(path, folder):
     record = json.loads(path.read_bytes())
     workload = record["workload"]
     row = {name: workload.get(name, record.get(name)) for name in NAMES}
-    problem = {"completed": "", "preempted": "stopped before its end"}[record["status"]]
+    problem = {"completed": "", "preempted": "stopped before its end", "failed": "broke down"}[record["status"]]
     if not problem and record["resumed_from"]:
         problem = "resumed: not a timing"
     if not problem and record.get("profiled"):

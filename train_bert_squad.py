@@ -21,6 +21,7 @@ import datetime
 import inspect
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -439,6 +440,8 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
         model.train()
         run.start_clock()
         for inputs, spans in loader:
+            if run.step == run.total_steps:
+                break
             with accelerator.accumulate(model):
                 logits = model(**inputs).float()
                 loss = span_losses(logits, spans["start"], spans["end"]).mean()
@@ -453,12 +456,12 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
             if run.end_step():  # now and then the ranks meet
                 stop = run.meet(accelerator, learning_rate)  # logs the losses since the last time
                 if stop or run.is_saving():
-                    save_checkpoint(accelerator, run)
+                    save_checkpoint(accelerator, optimizer, run)
                 if stop:
                     return True
-            if run.step == run.total_steps:
-                break
         metrics = evaluate_epoch(accelerator, model, eval_loader, run)
+        if metrics is None:
+            return True
         text = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}"
         run.add_evaluation(accelerator, metrics, -metrics["eval_loss"], text.format(**metrics))
     return False
@@ -487,16 +490,19 @@ def best_spans(logits, first, last, max_answer_length):
 
 
 @torch.no_grad()
-def find_answers(accelerator, model, loader, max_answer_length):
+def find_answers(accelerator, model, loader, run):
     """For each feature its loss, the score of "no answer", and its best span's score, start and
     end: [features, 5] on the CPU of all ranks. Six numbers per feature travel, never the logits.
+    None if all ranks agreed to stop.
     """
     model.eval()
     found = []
     for inputs, spans in loader:
+        if run.told_to_stop(accelerator):
+            return None
         logits = model(**inputs).float()
         losses = span_losses(logits, spans["start"], spans["end"])
-        best = best_spans(logits, spans["first"], spans["last"], max_answer_length)
+        best = best_spans(logits, spans["first"], spans["last"], run.args.max_answer_length)
         rows = torch.stack([spans["ids"], losses, logits[:, 0].sum(1), *best], 1)
         found.append(accelerator.gather_for_metrics(rows))  # without those that fill the last batch
     found = torch.cat(found).cpu()
@@ -556,10 +562,12 @@ def word_f1(words, others, version_2):
 
 
 def evaluate_epoch(accelerator, model, loader, run):
-    """Exact match, F1 and loss on the validation questions. Rank 0 writes predictions.json."""
+    """Exact match, F1 and loss on the validation questions; None if the ranks agreed to stop. Rank
+    0 writes predictions.json.
+    """
     features, version_2, metrics = loader.dataset, run.args.version_2_with_negative, None
-    rows = find_answers(accelerator, model, loader, run.args.max_answer_length)
-    if accelerator.is_main_process:
+    rows = find_answers(accelerator, model, loader, run)
+    if rows is not None and accelerator.is_main_process:
         answers = choose_answers(rows, features, version_2)
         right = [[text for text, _ in question["answers"]] for question in features.questions]
         metrics = score_answers(answers.values(), right, version_2)
@@ -633,7 +641,6 @@ def describe_workload(args, config, train_features, eval_features):
 
 def main():
     args = parse_args()
-    stop_signals = catch_stop_signals()
     for library in (transformers, huggingface_hub):  # that the head is new, from each rank;
         library.logging.set_verbosity_error()  # that the network is tried again
     if not sys.stdout.isatty():
@@ -648,7 +655,8 @@ def main():
             "features) are ready".format(*counts[0], *counts[1]))
         return accelerator.end_training()
     workload = describe_workload(args, config, train_features, eval_features)
-    run = Run(accelerator, strategy, args, stop_signals, workload)
+    metrics = ["exact_match", "f1", "eval_loss"]
+    run = Run(accelerator, strategy, args, metrics, workload)
     train_loader, eval_loader = make_loaders(train_features, eval_features, run)
 
     # Under ZeRO-3 transformers may have sharded the weights while it loaded them: numel() is 0.
@@ -666,11 +674,12 @@ def main():
 
     if run.start(accelerator) == "completed":
         return accelerator.end_training()
+    run.catch_stop_signals()
     stopped = train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run)
     if not stopped:
         save_model(accelerator, model, tokenizer, run.folder)
     run.record |= describe_tokens(train_features, run, accelerator.num_processes)
-    run.finish(stopped, ["exact_match", "f1", "eval_loss"])
+    run.finish("preempted" if stopped else "completed")
     accelerator.end_training()
 
 
@@ -775,14 +784,6 @@ def parse_checked(parser, *may_be_zero):
     if args.resume and not args.output_dir:
         parser.error("--resume needs --output_dir, the folder of the run to continue")
     return args
-
-
-def catch_stop_signals():
-    """From now on SIGTERM and SIGUSR1, Slurm's warnings, only add their name to this list."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
-    return received
 
 
 def launched_with(name):
@@ -927,8 +928,9 @@ class Run:
 
     STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
-    def __init__(self, accelerator, strategy, args, stop_signals, workload):
-        self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
+    def __init__(self, accelerator, strategy, args, metrics, workload):
+        self.args, self.strategy, self.metrics = args, strategy, metrics  # the metrics' names
+        self.stop_signals = []  # names of those that this rank received
         gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
         self.devices = accelerator.num_processes * gpus
         self.batch_size = args.per_device_train_batch_size * self.devices  # of the DataLoader
@@ -1012,6 +1014,15 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
                         file=sys.stdout, disable=hidden)
 
+
+    def catch_stop_signals(self):
+        """From now on SIGTERM and SIGUSR1, Slurm's warnings, and SIGINT, Ctrl-C, are only noted.
+        Before, they end the process at once, as there is nothing to save.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, lambda number, _: self.stop_signals.append(
+                signal.Signals(number).name))
+
     @property
     def epoch(self):
         """The epoch that is under way, counted from 0. It lasts until it has been evaluated."""
@@ -1057,9 +1068,17 @@ class Run:
         seconds, self.new_losses = time.perf_counter() - self.clock, []
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
         self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
+        for step, loss in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss):
+                self.fail(f"the training loss of step {step} is {loss}")
         self.show_steps(accelerator, losses, learning_rate, seconds)
         self.start_clock()
         return stop > 0
+
+    def told_to_stop(self, accelerator):
+        """Whether any rank was told to stop, the same on all ranks. A collective."""
+        signals = torch.tensor(float(len(self.stop_signals)), device=accelerator.device)
+        return accelerator.reduce(signals, "sum").item() > 0
 
     def show_steps(self, accelerator, losses, learning_rate, seconds):
         """Note the losses of the last steps and their time. Show them as a bar in a terminal, and
@@ -1083,6 +1102,8 @@ class Run:
     def add_evaluation(self, accelerator, metrics, score, text):
         """Note the metrics of the epoch that is over. The best checkpoint has the highest score."""
         self.seconds["eval"] += time.perf_counter() - self.clock
+        if not math.isfinite(score):
+            self.fail(f"the evaluation after step {self.step} gave {metrics}")
         self.evaluations.append(metrics)
         if not self.best or score > self.best[0]:
             self.best = [score, self.checkpoint.name]
@@ -1092,9 +1113,15 @@ class Run:
         say(f"epoch {self.epoch}/{self.epochs}: {text}, training loss "
             f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
 
-    def finish(self, stopped, unknown):
-        """Write OUTPUT_DIR/run.json, and say how the run ended. What is not known is null; before
-        the first evaluation, that is the metrics `unknown`. A collective.
+    def fail(self, reason):
+        """End a run that broke down, on all ranks, with a record that says so. A collective."""
+        self.finish("failed")
+        fail(f"{reason}. No checkpoint has that: --resume starts from the newest one before it; if "
+             "that ends here again, start afresh with a lower --learning_rate")
+
+    def finish(self, status):
+        """Write OUTPUT_DIR/run.json, and say how the run ended: "completed", "preempted" or
+        "failed". What is not known is null. A collective.
         """
         self.bar.close()
         self.profiling.close()
@@ -1108,19 +1135,19 @@ class Run:
             "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
             "ranks": ranks,
-            "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(unknown),
-            "status": "preempted" if stopped else "completed",
+            "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(self.metrics),
+            "status": status,
             "resumed_from": self.resumed_from,
             "profiled": self.args.profile,
             "loss_history": self.loss_history,
         }
         if PartialState().is_main_process:
             write_atomically(self.folder / "run.json", json.dumps(self.record, indent=1) + "\n")
-        if stopped:
+        if status == "preempted":
             reason = ", ".join(sorted(set(self.stop_signals))) or "a signal to another rank"
             say(f"stopped by {reason} after step {self.step} of {self.total_steps}; saved: add "
                 f"--resume --output_dir {self.folder} to continue")
-        else:
+        elif status == "completed":
             say(f"completed {self.step:,} steps: {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
@@ -1204,10 +1231,22 @@ def write_atomically(path, text):
     partial.replace(path)
 
 
-def save_checkpoint(accelerator, run):
+def all_finite(optimizer):
+    """Whether this rank's part of the weights, and of what the optimizer keeps of each, has no
+    infinity and no NaN.
+    """
+    kept = [part for weight, state in optimizer.state.items() for part in (weight, *state.values())]
+    parts = [getattr(part, "_local_tensor", part) for part in kept]  # FSDP's are DTensors
+    return all(part.isfinite().all() for part in parts if torch.is_tensor(part))
+
+
+def save_checkpoint(accelerator, optimizer, run):
     """Save what --resume needs as checkpoints/step_N, which gets that name when it is complete on
     disk: a kill never leaves a checkpoint that only looks whole. A collective.
     """
+    sound = torch.tensor(float(all_finite(optimizer)), device=accelerator.device)
+    if accelerator.reduce(sound, "mean").item() < 1:
+        run.fail(f"weights or gradients of step {run.step} are infinite, or not numbers")
     final, partial = run.checkpoint, run.checkpoint.with_suffix(".partial")
     if accelerator.is_main_process:
         for leftover in final.parent.glob("step_*.partial"):

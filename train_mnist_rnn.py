@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -173,6 +174,8 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
         model.train()
         run.start_clock()
         for rows, labels in loader:
+            if run.step == run.total_steps:
+                break
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(rows).float(), labels)  # never in lower precision
                 accelerator.backward(loss)  # gradients are means over micro-batches and ranks
@@ -186,23 +189,28 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
             if run.end_step():  # now and then the ranks meet
                 stop = run.meet(accelerator, learning_rate)  # logs the losses since the last time
                 if stop or run.is_saving():
-                    save_checkpoint(accelerator, run)
+                    save_checkpoint(accelerator, optimizer, run)
                 if stop:
                     return True
-            if run.step == run.total_steps:
-                break
-        accuracy = evaluate(accelerator, model, test_loader)
+        accuracy = evaluate(accelerator, model, test_loader, run)
+        if accuracy is None:
+            return True
         text = f"test accuracy {accuracy:.2%}"
         run.add_evaluation(accelerator, {"accuracy": accuracy}, accuracy, text)
     return False
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader):
-    """The accuracy. gather_for_metrics drops the images that only fill up the last batch."""
+def evaluate(accelerator, model, loader, run):
+    """The accuracy; None if all ranks agreed to stop. gather_for_metrics drops the images that only
+    fill up the last batch.
+    """
     model.eval()
-    right = [accelerator.gather_for_metrics(model(rows).argmax(1) == labels)
-             for rows, labels in loader]
+    right = []
+    for rows, labels in loader:
+        if run.told_to_stop(accelerator):
+            return None
+        right.append(accelerator.gather_for_metrics(model(rows).argmax(1) == labels))
     return torch.cat(right).double().mean().item()
 
 
@@ -234,13 +242,12 @@ def make_loaders(train_x, train_y, test_x, test_y, run, device):
 
 def main():
     args = parse_args()
-    stop_signals = catch_stop_signals()
     accelerator, strategy = make_accelerator(args)
     data = train_x, train_y, test_x, test_y = in_turn(accelerator, read_images, args)
     if args.prepare_data_only:
         say(f"{args.dataset}: {len(train_y)} training and {len(test_y)} test images are ready")
         return accelerator.end_training()
-    run = Run(accelerator, strategy, args, stop_signals, {
+    run = Run(accelerator, strategy, args, ["accuracy"], {
         "model": f"lstm-{args.hidden_size}", "dataset": args.dataset, "samples": len(train_y),
         "eval_samples": len(test_y), "sequence_length": train_x.shape[1]})
     train_loader, test_loader = make_loaders(*data, run, accelerator.device)
@@ -260,10 +267,11 @@ def main():
 
     if run.start(accelerator) == "completed":
         return accelerator.end_training()
+    run.catch_stop_signals()
     stopped = train(accelerator, model, optimizer, schedule, train_loader, test_loader, run)
     if not stopped:
         save_model(accelerator, model, run.folder)
-    run.finish(stopped, ["accuracy"])
+    run.finish("preempted" if stopped else "completed")
     accelerator.end_training()
 
 
@@ -368,14 +376,6 @@ def parse_checked(parser, *may_be_zero):
     if args.resume and not args.output_dir:
         parser.error("--resume needs --output_dir, the folder of the run to continue")
     return args
-
-
-def catch_stop_signals():
-    """From now on SIGTERM and SIGUSR1, Slurm's warnings, only add their name to this list."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
-    return received
 
 
 def launched_with(name):
@@ -520,8 +520,9 @@ class Run:
 
     STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
-    def __init__(self, accelerator, strategy, args, stop_signals, workload):
-        self.args, self.strategy, self.stop_signals = args, strategy, stop_signals
+    def __init__(self, accelerator, strategy, args, metrics, workload):
+        self.args, self.strategy, self.metrics = args, strategy, metrics  # the metrics' names
+        self.stop_signals = []  # names of those that this rank received
         gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
         self.devices = accelerator.num_processes * gpus
         self.batch_size = args.per_device_train_batch_size * self.devices  # of the DataLoader
@@ -605,6 +606,15 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
                         file=sys.stdout, disable=hidden)
 
+
+    def catch_stop_signals(self):
+        """From now on SIGTERM and SIGUSR1, Slurm's warnings, and SIGINT, Ctrl-C, are only noted.
+        Before, they end the process at once, as there is nothing to save.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, lambda number, _: self.stop_signals.append(
+                signal.Signals(number).name))
+
     @property
     def epoch(self):
         """The epoch that is under way, counted from 0. It lasts until it has been evaluated."""
@@ -650,9 +660,17 @@ class Run:
         seconds, self.new_losses = time.perf_counter() - self.clock, []
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
         self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
+        for step, loss in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss):
+                self.fail(f"the training loss of step {step} is {loss}")
         self.show_steps(accelerator, losses, learning_rate, seconds)
         self.start_clock()
         return stop > 0
+
+    def told_to_stop(self, accelerator):
+        """Whether any rank was told to stop, the same on all ranks. A collective."""
+        signals = torch.tensor(float(len(self.stop_signals)), device=accelerator.device)
+        return accelerator.reduce(signals, "sum").item() > 0
 
     def show_steps(self, accelerator, losses, learning_rate, seconds):
         """Note the losses of the last steps and their time. Show them as a bar in a terminal, and
@@ -676,6 +694,8 @@ class Run:
     def add_evaluation(self, accelerator, metrics, score, text):
         """Note the metrics of the epoch that is over. The best checkpoint has the highest score."""
         self.seconds["eval"] += time.perf_counter() - self.clock
+        if not math.isfinite(score):
+            self.fail(f"the evaluation after step {self.step} gave {metrics}")
         self.evaluations.append(metrics)
         if not self.best or score > self.best[0]:
             self.best = [score, self.checkpoint.name]
@@ -685,9 +705,15 @@ class Run:
         say(f"epoch {self.epoch}/{self.epochs}: {text}, training loss "
             f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
 
-    def finish(self, stopped, unknown):
-        """Write OUTPUT_DIR/run.json, and say how the run ended. What is not known is null; before
-        the first evaluation, that is the metrics `unknown`. A collective.
+    def fail(self, reason):
+        """End a run that broke down, on all ranks, with a record that says so. A collective."""
+        self.finish("failed")
+        fail(f"{reason}. No checkpoint has that: --resume starts from the newest one before it; if "
+             "that ends here again, start afresh with a lower --learning_rate")
+
+    def finish(self, status):
+        """Write OUTPUT_DIR/run.json, and say how the run ended: "completed", "preempted" or
+        "failed". What is not known is null. A collective.
         """
         self.bar.close()
         self.profiling.close()
@@ -701,19 +727,19 @@ class Run:
             "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
             "samples_per_second": rate and round(rate, 1),
             "ranks": ranks,
-            "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(unknown),
-            "status": "preempted" if stopped else "completed",
+            "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(self.metrics),
+            "status": status,
             "resumed_from": self.resumed_from,
             "profiled": self.args.profile,
             "loss_history": self.loss_history,
         }
         if PartialState().is_main_process:
             write_atomically(self.folder / "run.json", json.dumps(self.record, indent=1) + "\n")
-        if stopped:
+        if status == "preempted":
             reason = ", ".join(sorted(set(self.stop_signals))) or "a signal to another rank"
             say(f"stopped by {reason} after step {self.step} of {self.total_steps}; saved: add "
                 f"--resume --output_dir {self.folder} to continue")
-        else:
+        elif status == "completed":
             say(f"completed {self.step:,} steps: {self.seconds['train']:.1f} s of training, "
                 f"{self.seconds['total']:.1f} s in all; record: {self.folder}/run.json")
 
@@ -797,10 +823,22 @@ def write_atomically(path, text):
     partial.replace(path)
 
 
-def save_checkpoint(accelerator, run):
+def all_finite(optimizer):
+    """Whether this rank's part of the weights, and of what the optimizer keeps of each, has no
+    infinity and no NaN.
+    """
+    kept = [part for weight, state in optimizer.state.items() for part in (weight, *state.values())]
+    parts = [getattr(part, "_local_tensor", part) for part in kept]  # FSDP's are DTensors
+    return all(part.isfinite().all() for part in parts if torch.is_tensor(part))
+
+
+def save_checkpoint(accelerator, optimizer, run):
     """Save what --resume needs as checkpoints/step_N, which gets that name when it is complete on
     disk: a kill never leaves a checkpoint that only looks whole. A collective.
     """
+    sound = torch.tensor(float(all_finite(optimizer)), device=accelerator.device)
+    if accelerator.reduce(sound, "mean").item() < 1:
+        run.fail(f"weights or gradients of step {run.step} are infinite, or not numbers")
     final, partial = run.checkpoint, run.checkpoint.with_suffix(".partial")
     if accelerator.is_main_process:
         for leftover in final.parent.glob("step_*.partial"):

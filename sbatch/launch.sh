@@ -137,7 +137,7 @@ echo
 # --------------------------------------------------------------------------------- run, and continue when interrupted
 
 checkpoint() { readlink "$output/checkpoints/last" 2>/dev/null; }
-completed() { grep -q '"status": "completed"' "$output/$RECORD" 2>/dev/null; }
+status_is() { grep -q "\"status\": \"$1\"" "$output/$RECORD" 2>/dev/null; }
 record() { stat -c %Y.%i "$output/$RECORD" 2>/dev/null; }
 
 before=$(checkpoint) record_before=$(record) left=''
@@ -158,7 +158,9 @@ kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
-if completed && { [ "$code" = 0 ] || [ "$(record)" != "$record_before" ]; }; then exit 0; fi
+[ "$(record)" != "$record_before" ] && new=1 || new=''
+if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then exit 0; fi
+if status_is failed && [ -n "$new" ]; then fail "the run broke down, so not queued again; see above"; fi
 [ -z "$stopped" ] || fail "ended by Slurm; if it does not run again by itself, the same sbatch with" \
     "--output_dir $output continues where it stopped"
 # Queued again only if it got further, so that what fails anew each time comes to an end.

@@ -103,7 +103,7 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def own_signals():
     """Give pytest its signal handlers back after a test that ran a script's main() in this process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -3,7 +3,10 @@
 SPY_SCRIPT  the script's name without .py
 SPY_DIR     every rank notes the sample ids of each micro-batch it trains on in SPY_DIR/ids_RANK.jsonl
 SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on its micro-batch number 30 (from 0);
-            "SIGTERM all 30": every rank does
+            "SIGTERM all 30": every rank does; "SIGTERM+SIGUSR1 1 30": two, one after the other
+SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number 2; more than two others are an error
+SPY_TOKENS  tokenising writes this file, and then takes two minutes
+SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only its gradients are
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
@@ -13,6 +16,7 @@ SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each proc
 """
 
 import collections
+import functools
 import importlib
 import json
 import os
@@ -31,8 +35,9 @@ RANK = int(os.environ.get("RANK", 0))
 
 
 def hit(order):
-    """Send this process the signal named at the start of an order such as "SIGKILL 1 30"."""
-    os.kill(os.getpid(), getattr(signal, order.split()[0]))
+    """Send this process the signals named at the start of an order such as "SIGKILL 1 30"."""
+    for name in order.split()[0].split("+"):
+        os.kill(os.getpid(), getattr(signal, name))
 
 
 def spy_on_batches():
@@ -56,6 +61,49 @@ def spy_on_batches():
         backward(self, loss)
 
     data.__getitems__, script.Accelerator.backward = noting, training
+
+
+def spy_on_evaluation():
+    order, evaluated = os.environ["SPY_EVAL"].split(), [0]
+    original = script.Run.told_to_stop
+
+    def told_to_stop(self, accelerator):
+        if order[1:] == [str(RANK), str(evaluated[0])]:
+            hit(order[0])
+        evaluated[0] += 1
+        assert evaluated[0] <= int(order[2]) + 3, "the evaluation goes on"
+        return original(self, accelerator)
+
+    script.Run.told_to_stop = told_to_stop
+
+
+def spy_on_tokens():
+    original = script.tokenize
+
+    @functools.wraps(original)  # whose code is part of the cache's key
+    def tokenize(*args, **options):
+        Path(os.environ["SPY_TOKENS"]).touch()
+        time.sleep(120)
+        return original(*args, **options)
+
+    script.tokenize = tokenize
+
+
+def spy_on_numbers():
+    """Make one rank's numbers bad."""
+    what, *when = os.environ["SPY_NAN"].split()
+    backward, cross_entropy, trained = script.Accelerator.backward, script.F.cross_entropy, [0]
+
+    def bad(loss):
+        return loss * (float("nan") if when == [str(RANK), str(trained[0])] else 1)
+
+    def counting(self, loss):
+        backward(self, bad(loss) if what == "gradient" else loss)
+        trained[0] += 1
+
+    script.Accelerator.backward = counting
+    if what == "loss":
+        script.F.cross_entropy = lambda *args, **options: bad(cross_entropy(*args, **options))
 
 
 def spy_on_saves():
@@ -157,6 +205,12 @@ if __name__ == "__main__":
         spy_on_batches()
     if "SPY_BYTES" in os.environ:
         spy_on_bytes()
+    if "SPY_EVAL" in os.environ:
+        spy_on_evaluation()
+    if "SPY_TOKENS" in os.environ:
+        spy_on_tokens()
+    if "SPY_NAN" in os.environ:
+        spy_on_numbers()
     if "SPY_SAVE" in os.environ:
         spy_on_saves()
     if "SPY_STEPS" in os.environ and RANK == 0:

@@ -3,11 +3,14 @@
 import json
 import math
 import re
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
-from conftest import REAL_DATA, ROOT, STRATEGIES, launch, run
+from conftest import ACCELERATE, REAL_DATA, ROOT, STRATEGIES, environment, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_same_end, ids_seen, step_of
 
@@ -17,7 +20,7 @@ SCRIPT = "train_bert_squad.py"
 QUESTIONS = "tests/data/squad_v1.json"
 TINY = f"""--model_name_or_path tests/data/tiny_bert --from_scratch --train_file {QUESTIONS}
     --validation_file {QUESTIONS} --max_seq_length 128 --doc_stride 32 --learning_rate 1e-3""".split()
-STEPS = 24  # of a global batch of 16; an epoch has 14
+STEPS = 24  # of a global batch of 16; an epoch has 13
 # These move the logits of all tokens, or of all keys, alike: a softmax does not see that, their gradients are zero but
 # for rounding, and Adam makes steps of a fixed size out of the rounding.
 NO_GRADIENT = re.compile(r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias|attention\.self\.key\.bias")
@@ -152,7 +155,7 @@ def test_the_best_by_validation_loss_is_kept(runs):
     result = runs("fsdp")
     losses = [float(found) for found in re.findall(r"validation loss ([\d.]+)", result.out)]
     assert len(losses) == 2
-    best = (14, STEPS)[losses.index(min(losses))]  # the last step of that epoch
+    best = (13, STEPS)[losses.index(min(losses))]  # the last step of that epoch
     assert step_of((result.folder / "checkpoints" / "best").resolve()) == best
 
 
@@ -221,6 +224,38 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
 
 
 @pytest.mark.slow
+def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_path):
+    env = {"SPY_DIR": str(tmp_path), "SPY_EVAL": "SIGTERM 1 5"}
+    small = ["--per_device_eval_batch_size", 4]  # 28 batches
+    stopped = launch("zero3", SCRIPT, tmp_path, *flags(dropout=0.1), *small, env=env)
+    assert stopped.record["status"] == "preempted" and stopped.record["steps"] == 13
+    assert "stopped by" in stopped.out and not (tmp_path / "predictions.json").exists()
+    resumed = launch("zero3", SCRIPT, tmp_path, *flags(dropout=0.1), "--resume")
+    assert step_of(resumed.record["resumed_from"]) == 13
+    assert_same_end(resumed, undisturbed("zero3"))
+
+
+def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
+    begun, spying = tmp_path / "begun", {"SPY_SCRIPT": "train_bert_squad", "HF_HOME": str(tmp_path / "cache")}
+    words = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0", "tests/spy.py"]
+    launcher = subprocess.Popen(
+        [*ACCELERATE, *words, "--output_dir", tmp_path / "run", *map(str, flags())], cwd=ROOT,
+        env=environment(spying | {"SPY_TOKENS": str(begun)}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    processes = psutil.Process(launcher.pid)
+    try:
+        while not begun.exists():
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        processes = [processes, *processes.children(recursive=True)]
+        assert len(processes) >= 3
+        launcher.terminate()
+        assert launcher.wait(20) != 0  # tokenising would take two minutes
+        assert not psutil.wait_procs(processes[1:], timeout=10)[1]
+    finally:
+        launcher.kill()
+    assert not (tmp_path / "run").exists()
+
+
 def test_unanswerable_questions_get_no_answer(tmp_path):
     """SQuAD v2.0: after some epochs on the tiny data, most questions without an answer are recognised."""
     data = ROOT / "tests" / "data" / "squad_v2.json"

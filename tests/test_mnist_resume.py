@@ -1,9 +1,11 @@
 """Nothing lost: killed and preempted runs of train_mnist_rnn.py end where an undisturbed run ends, bit for bit."""
 
 import json
+import math
 import os
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +114,7 @@ def test_kill_at_any_call_of_the_file_system_leaves_a_whole_checkpoint(tmp_path,
     """A save, or the change of links, is broken off before each of its calls in turn; then a run resumes."""
     accelerator = script.Accelerator(cpu=True)
     accelerator.save_state = lambda folder: (folder.mkdir(), (folder / "weights").write_text("w"))
-    save = partial(script.save_checkpoint, accelerator)
+    save = partial(script.save_checkpoint, accelerator, SimpleNamespace(state={}))
     calls = [(Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"), (shutil, "rmtree"),
              (os, "fsync"), (Path, "mkdir")]
 
@@ -203,3 +205,70 @@ def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
     assert "holds a completed run already" in again.out
     assert "holds another run" in launch("ddp", SCRIPT, result.folder, *FLAGS, ok=False).error_line()
     assert (result.folder / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("spy, step", [
+    ({"SPY_SIGNAL": "SIGTERM 1 0"}, 1),  # in the first step
+    ({"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 29"}, 35),  # several; the ranks meet at the next checkpoint
+    ({"SPY_SAVE": "SIGTERM 2"}, 21),  # while rank 0 saves step 14
+    ({"SPY_EVAL": "SIGTERM 1 0"}, 22),  # in the evaluation, before which its checkpoint was saved
+    ({"SPY_SIGNAL": "SIGINT all 29"}, 35),  # Ctrl-C, which all processes in a terminal receive
+])  # fmt: skip
+def test_a_signal_at_any_moment_costs_no_step(spy, step, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    stopped = spied("ddp", folder, **spy)
+    assert stopped.record["status"] == "preempted" and stopped.record["steps"] == step
+    assert stopped.out.count("stopped by ") == 1 and f"after step {step} of 44; saved: add --resume" in stopped.out
+    assert not stopped.err, "no traceback"
+    resumed = spied("ddp", folder, "--resume")
+    assert step_of(resumed.record["resumed_from"]) == step
+    assert_same_end(resumed, undisturbed("ddp"))
+
+
+# ------------------------------------------------------------------------------------------------ numbers that are none
+
+
+def assert_failed(result, *words):
+    """One line that says so, and a record, and nothing non-finite in any file."""
+    line = result.error_line()
+    assert all(word in line for word in words), line
+    record = result.record
+    assert record["status"] == "failed" and all(math.isfinite(loss) for _, loss in record["loss_history"])
+    assert "NaN" not in (result.folder / "run.json").read_text()
+    assert not (result.folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "dp", *STRATEGIES])
+def test_a_learning_rate_that_is_far_too_high_ends_the_run(strategy, tmp_path):
+    result = launch(strategy, SCRIPT, tmp_path, *FLAGS, "--learning_rate", "1e30", ok=False)
+    assert_failed(result, "step", "lower --learning_rate", "--resume")
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what, when, words", [
+    ("loss", 30, "the training loss of step 31 is nan"),  # seen when the ranks meet, at the next checkpoint
+    ("gradient", 34, "weights or gradients of step 35 are infinite, or not numbers"),  # the loss is still a number
+])  # fmt: skip
+def test_one_bad_number_on_one_rank_ends_all_before_it_is_saved(strategy, what, when, words, undisturbed, tmp_path):
+    folder, leaves_out = tmp_path / "run", (strategy, what) == ("zero3", "gradient")
+    result = spied(strategy, folder, SPY_NAN=f"{what} 1 {when}", ok=leaves_out)
+    if leaves_out:  # DeepSpeed's stage 3 skips a step with such gradients, as a scaler of fp16 does
+        assert all(weight.isfinite().all() for weight in result.weights.values())
+        return
+    assert_failed(result, words)
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"last", "best", "step_00000022", "step_00000028"}
+    resumed = spied(strategy, folder, "--resume")
+    assert step_of(resumed.record["resumed_from"]) == 28
+    assert_same_end(resumed, undisturbed(strategy))
+
+
+def test_an_evaluation_without_a_number_is_no_best_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "evaluate", lambda *args: float("nan"))
+    flags = ["--dataset", "digits", "--num_epochs", "1", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
+    with pytest.raises(SystemExit, match="error: the evaluation after step 22 gave .*nan"):
+        script.main()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+    assert not (tmp_path / "checkpoints" / "best").exists()

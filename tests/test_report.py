@@ -130,7 +130,8 @@ def test_fixed_steps_need_a_fixed_global_batch(tmp_path):
 def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     folder = tmp_path / "runs"
     write(folder, base=record("baseline"), good=record("ddp", 2, 50),
-          stopped=record("ddp", 2, 1, status="preempted"), resumed=record("ddp", 2, 1, resumed_from="x"),
+          stopped=record("ddp", 2, 1, status="preempted"), broken=record("ddp", 2, 1, status="failed"),
+          resumed=record("ddp", 2, 1, resumed_from="x"),
           nan=record("ddp", 2, float("nan")),
           zero=record("ddp", 2) | {"seconds": {"train": 0, "total": 3}},
           nobody=record("ddp", 2, 50, ranks=[{"peak_memory_mb": 3}]),
@@ -143,7 +144,8 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     (folder / "cut" / "sweep.csv").write_text("run,strategy,nodes,gpus_per_node,repeat,job\nddp-1x2-r1,ddp,1\nddp-1")
     rows, text = cells_of(folder, tmp_path / "out")
     assert {row["run"]: row["seconds"] for row in rows} == {"base": "100.0", "good": "50.0"}
-    for line in ("stopped (ddp, 1 x 2): stopped before its end", "resumed (ddp, 1 x 2): resumed: not a timing",
+    for line in ("stopped (ddp, 1 x 2): stopped before its end", "broken (ddp, 1 x 2): broke down",
+                 "resumed (ddp, 1 x 2): resumed: not a timing",
                  "traced (ddp, 1 x 2): profiled", f"skipped {folder}/half/run.json", f"skipped {folder}/odd/run.json",
                  f"skipped {folder}/nan/run.json", f"skipped {folder}/zero/run.json",
                  f"skipped {folder}/nobody/run.json", f"skipped {folder}/cut/sweep.csv",

@@ -130,6 +130,17 @@ def test_a_run_that_fails_is_not_queued_again(cluster, tmp_path):
     assert log.count("\njob ") + log.startswith("job ") == 1
 
 
+def test_a_run_that_diverges_is_not_queued_again_though_it_had_saved(cluster, tmp_path):
+    """A rank of the second node meets a NaN in the second epoch."""
+    words = ["sbatch/2node.sh", "tests/spy.py", *DIGITS[1:], "--num_epochs", "3", "--output_dir", tmp_path / "run"]
+    env = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_NAN": "loss 1 15"}
+    log = finish(cluster, tmp_path, submit(cluster, tmp_path, *words, env=env), "FAILED")
+    assert log.count("error: the training loss of step 16 is nan") == 1, log
+    assert "the run broke down, so not queued again" in log and "(restart" not in log
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    assert (tmp_path / "run" / "checkpoints" / "last").exists()
+
+
 def test_check_measures_the_link(cluster, tmp_path):
     log = finish(cluster, tmp_path, submit(cluster, tmp_path, "sbatch/check.sh", "--output_dir", tmp_path / "check"))
     record = json.loads((tmp_path / "check" / "check.json").read_text())
