@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from http.client import HTTPException
 from pathlib import Path
 
@@ -62,6 +63,7 @@ SYNC_SECONDS = 10  # or about so often if steps are slow, as Slurm gives 30 s or
 WARMUP_STEPS = 10  # not in samples_per_second: allocators and communicators are set up in them
 PROFILE_STEPS = 5  # that --profile traces, after the warm-up
 LOG_SECONDS = 10  # without a terminal, a line of progress about so often
+LATE_DISK_SECONDS = 30  # after which a node has to see the folder that another made
 KEEP_CHECKPOINTS = 2  # the newest, and one more in case that is damaged; the best is kept besides
 
 # -------- command line
@@ -764,6 +766,9 @@ def make_output_dir(args, strategy):
         except OSError as reason:
             problem = f"cannot write to the output directory {folder}: {reason.strerror}"
     fail_if_any(problem)
+    patience = time.monotonic() + LATE_DISK_SECONDS
+    while not checkpoints.exists() and time.monotonic() < patience:
+        time.sleep(0.1)
     if not checkpoints.exists():
         problem = (f"{socket.gethostname()} does not see {folder}: choose an --output_dir on a "
                    "file system of all nodes")
@@ -772,8 +777,9 @@ def make_output_dir(args, strategy):
 
 
 def find_git_commit():
-    """The commit that this script is from, or None."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "HEAD"]
+    """The commit that this script is from, with "-dirty" if files differ from it; or None."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always",
+               "--dirty", "--abbrev=40", "--exclude=*"]
     done = shutil.which("git") and subprocess.run(command, capture_output=True, text=True)
     return done and done.stdout.strip() or None
 
@@ -845,20 +851,39 @@ def save_checkpoint(accelerator, optimizer, run):
             shutil.rmtree(leftover)
     accelerator.wait_for_everyone()
     accelerator.save_state(partial)
-    accelerator.wait_for_everyone()
+    files = gather_object(list(own_files(partial, accelerator.process_index).items()))
     if accelerator.is_main_process:
-        sizes = {}
-        for path in filter(Path.is_file, partial.rglob("*")):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            sizes[str(path.relative_to(partial))] = path.stat().st_size
         state = {name: getattr(run, name) for name in run.STATE}
-        content = {"settings": run.settings, "state": state, "files": sizes}
-        write_atomically(partial / "checkpoint.json", json.dumps(content))
+        text = json.dumps({"settings": run.settings, "state": state, "files": dict(files)})
+        write_atomically(partial / "checkpoint.json", f"{text}\n{zlib.crc32(text.encode())}\n")
         partial.rename(final)
         link_and_prune(run)
     accelerator.wait_for_everyone()
     run.start_clock()
+
+
+def own_files(folder, rank):
+    """{name: CRC-32} of a checkpoint's files that this rank wrote, which are now safe on disk. The
+    other ranks' may not be visible yet: a shared disk can be late.
+    """
+    checksums = {}
+    for path in filter(Path.is_file, folder.rglob("*")):
+        # torch writes __RANK_0.distcp, DeepSpeed zero_pp_rank_RANK_..., accelerate ..._states_RANK.
+        writer = re.search(r"(^__|rank_|states_)(\d+)", path.name)
+        if int(writer[2] if writer else 0) == rank:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            checksums[str(path.relative_to(folder))] = checksum(path)
+    return checksums
+
+
+def checksum(path):
+    """The CRC-32 of a file; 1 GB takes about a second."""
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def link_and_prune(run):
@@ -896,10 +921,13 @@ def find_whole_checkpoint(run):
     damaged = []
     for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
         try:
-            content = json.loads((path / "checkpoint.json").read_bytes())
-            for name, size in content["files"].items():
-                if (path / name).stat().st_size != size:
-                    raise ValueError(f"{name} has {(path / name).stat().st_size} bytes of {size}")
+            text, value = (path / "checkpoint.json").read_bytes().splitlines()
+            if zlib.crc32(text) != int(value):
+                raise ValueError("checkpoint.json is not as it was saved")
+            content = json.loads(text)
+            for name, value in content["files"].items():
+                if checksum(path / name) != value:
+                    raise ValueError(f"{name} is not as it was saved")
             problem = difference(content["settings"], run.settings)
             found = path, content["state"]
         except (OSError, ValueError, KeyError, TypeError) as damage:

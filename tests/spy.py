@@ -8,6 +8,8 @@ SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number
 SPY_TOKENS  tokenising writes this file, and then takes two minutes
 SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only its gradients are
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
+SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folder of checkpoints for so many seconds,
+            and rank 0 no file of rank 1 in them
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
@@ -119,6 +121,19 @@ def spy_on_saves():
     script.write_atomically = write_atomically
 
 
+def spy_on_the_disk():
+    exists, rglob = Path.exists, Path.rglob
+    late = time.monotonic() + float(os.environ["SPY_LATE"])
+
+    def exists_late(self):
+        return exists(self) and (RANK == 0 or self.name != "checkpoints" or time.monotonic() > late)
+
+    def without_others(self, pattern):
+        return (path for path in rglob(self, pattern) if RANK == 1 or path.name != "random_states_1.pkl")
+
+    Path.exists, Path.rglob = exists_late, without_others
+
+
 def spy_on_weights():
     original = script.RowLSTM.__init__
 
@@ -205,6 +220,8 @@ if __name__ == "__main__":
         spy_on_batches()
     if "SPY_BYTES" in os.environ:
         spy_on_bytes()
+    if "SPY_LATE" in os.environ:
+        spy_on_the_disk()
     if "SPY_EVAL" in os.environ:
         spy_on_evaluation()
     if "SPY_TOKENS" in os.environ:

@@ -337,3 +337,24 @@ def test_one_step_is_a_run_too(tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["argv"][0].endswith(SCRIPT) and "--max_train_steps" in record["argv"]
     assert record["steps"] == len(result.losses) == 1 and record["samples_per_second"] > 0
+
+
+def test_the_record_tells_a_commit_from_changed_files(tmp_path, monkeypatch):
+    if not shutil.which("git"):
+        pytest.skip("no git")
+    monkeypatch.setattr(script, "__file__", str(tmp_path / "script.py"))
+    assert script.find_git_commit() is None
+
+    def git(*words):
+        settings = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+        subprocess.run(["git", *settings, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "script.py").write_text("1\n")
+    git("add", ".")
+    git("commit", "-m", "one")
+    git("tag", "v1")
+    commit = script.find_git_commit()
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (tmp_path / "script.py").write_text("2\n")
+    assert script.find_git_commit() == f"{commit}-dirty"

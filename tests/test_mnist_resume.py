@@ -225,6 +225,63 @@ def test_a_signal_at_any_moment_costs_no_step(spy, step, undisturbed, tmp_path):
     assert_same_end(resumed, undisturbed("ddp"))
 
 
+# ----------------------------------------------------------------------------------------------- bad bytes, late disks
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "dp", *STRATEGIES])
+def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(strategy, undisturbed, tmp_path, capsys):
+    """In every file of the newest checkpoint in turn."""
+    checkpoints = undisturbed(strategy).folder / "checkpoints"
+    *_, before, newest = sorted(checkpoints.glob("step_*"))
+    written = json.loads((newest / "checkpoint.json").read_text().splitlines()[0])
+    names = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
+    assert set(written["files"]) == names - {"checkpoint.json"} and len(names) >= 5
+
+    def found_after(number, damage):
+        folder = tmp_path / str(number)
+        for path in (newest, before):
+            shutil.copytree(path, folder / "checkpoints" / path.name)
+        damage(folder / "checkpoints")
+        run = SimpleNamespace(folder=folder, settings=written["settings"])
+        path, state = script.find_checkpoint(run)
+        assert int(path.name[5:]) == state["step"]
+        return path.name
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+    for number, name in enumerate(sorted(names)):
+        assert found_after(number, lambda folder, name=name: flip(folder / newest.name / name)) == before.name
+        assert capsys.readouterr().out.count(f"{name} is not as it was saved") == 1
+    last = "random_states_1.pkl" if strategy in STRATEGIES else "random_states_0.pkl"
+    assert found_after("gone", lambda folder: (folder / newest.name / last).unlink()) == before.name
+    assert found_after("whole", lambda folder: None) == newest.name
+    with pytest.raises(SystemExit, match="error: no checkpoint in .* is whole: start afresh"):
+        found_after("all", lambda folder: [flip(path / last) for path in folder.iterdir()])
+
+
+def test_all_ranks_fall_back_to_the_checkpoint_before_a_flipped_byte(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed("zero3").folder, folder, symlinks=True)
+    (folder / "run.json").unlink()
+    [file] = (folder / "checkpoints" / "step_00000044").rglob("*zero_pp_rank_1_*optim_states.pt")
+    content = file.read_bytes()
+    file.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    resumed = spied("zero3", folder, "--resume")
+    assert resumed.out.count("warning: skipping the damaged checkpoint") == 1 and file.name in resumed.out
+    assert step_of(resumed.record["resumed_from"]) == 42
+    assert_same_end(resumed, undisturbed("zero3"))
+
+
+def test_a_disk_that_shows_files_late(undisturbed, tmp_path):
+    result = spied("ddp", tmp_path / "run", SPY_LATE="3")
+    assert_same_end(result, undisturbed("ddp"))
+    (tmp_path / "run" / "run.json").unlink()
+    assert "resuming from" in spied("ddp", tmp_path / "run", "--resume").out
+
+
 # ------------------------------------------------------------------------------------------------ numbers that are none
 
 
