@@ -57,9 +57,11 @@ from accelerate.utils import (
     set_seed,
 )
 from datasets.fingerprint import Hasher
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
@@ -967,7 +969,8 @@ class Run:
                "dynamo": accelerator.state.dynamo_plugin.backend.value.lower()}
         epochs = None if args.max_train_steps else args.num_epochs
         workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps}
-        rates = {"learning_rate": args.learning_rate, "dropout": args.dropout}
+        rates = {"global_batch_size": self.global_batch_size, "dropout": args.dropout,
+                 "learning_rate": args.learning_rate}
         self.settings = where | workload | rates
         self.record = where | how | {
             "script": Path(__file__).name,
@@ -986,6 +989,7 @@ class Run:
         """Resume if asked to, say what is about to run, and start to measure. Returns "completed"
         if nothing is left to do.
         """
+        share_checkpoints(accelerator)
         found = find_checkpoint(self) if self.args.resume else None
         if found == "completed":
             say(f"{self.folder} holds a completed run already; its record is "
@@ -993,6 +997,7 @@ class Run:
             return found
         if found:
             accelerator.load_state(found[0])
+            accelerator.step = 0  # micro-batches: accumulation may have changed
             vars(self).update(found[1])
             say(f"resuming from {found[0]}")
         self.resumed_from, self.first_step = found and str(found[0]), self.step
@@ -1308,6 +1313,21 @@ def link_and_prune(run):
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
+def share_checkpoints(accelerator):
+    """Let baseline, dp and ddp resume each other: "module." stays out of the names of weights."""
+    def name_alike(models, weights, folder):
+        for states in weights:
+            consume_prefix_in_state_dict_if_present(states, "module.")
+
+    def load_unwrapped(models, folder):
+        while models:  # those that the strategy does not load itself
+            weights = load_file(Path(folder) / "model.safetensors")
+            accelerator.unwrap_model(models.pop()).load_state_dict(weights)
+
+    accelerator.register_save_state_pre_hook(name_alike)
+    accelerator.register_load_state_pre_hook(load_unwrapped)
+
+
 def find_checkpoint(run):
     """What --resume starts from, the same on all ranks: "completed", (path, state), or None.
     Settings that differ are an error. A collective.
@@ -1337,6 +1357,9 @@ def find_whole_checkpoint(run):
                 if checksum(path / name) != value:
                     raise ValueError(f"{name} is not as it was saved")
             problem = difference(content["settings"], run.settings)
+            if not problem and content["settings"]["devices"] != run.settings["devices"]:
+                say(f"devices {content['settings']['devices']} -> {run.settings['devices']}: the "
+                    "samples stay the same, the dropout masks do not")
             found = path, content["state"]
         except (OSError, ValueError, KeyError, TypeError) as damage:
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
@@ -1350,9 +1373,18 @@ def find_whole_checkpoint(run):
 
 
 def difference(old, new):
-    """None, or the sentence that says in which settings this run differs from the one to resume."""
+    """None, or the sentence that says in which settings this run differs from the one to resume.
+    Other devices may share the same global batch; only ZeRO's checkpoints are cut for their number.
+    """
+    zero, free = new["strategy"].startswith("zero"), set()
+    if not zero:
+        free = {"processes", "devices", "per_device_batch_size", "gradient_accumulation_steps"}
+    if {old["strategy"], new["strategy"]} <= {"baseline", "dp", "ddp"}:  # all keep whole weights
+        free.add("strategy")
     changes = [f"{key} {old[key]} -> {new[key]}" for key in new
-               if old.get(key, new[key]) != new[key]]
+               if key not in free and old.get(key, new[key]) != new[key]]
+    if zero and old["processes"] != new["processes"]:
+        changes[-1] += f"; ZeRO resumes on as many processes as before, {old['processes']}"
     return f"cannot resume a run with other settings: {', '.join(changes)}" if changes else None
 
 

@@ -220,10 +220,16 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
     assert "sequence_length 128 -> 96" in other.error_line()
 
 
-# -------------------------------------------------------------------------------------- other data, other precision
+def test_a_run_goes_on_with_one_process_that_accumulates(baseline, tmp_path):
+    saving = ["--checkpointing_steps", 5]
+    stopped = launch("ddp", SCRIPT, tmp_path, *flags(), *saving,
+                     env={"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "SIGTERM 1 18"})  # fmt: skip
+    assert stopped.record["steps"] == 20
+    resumed = launch("baseline", SCRIPT, tmp_path, *flags(accumulation=2), *saving, "--resume")
+    assert "devices 2 -> 1: the samples stay the same" in resumed.out
+    assert resumed.losses == pytest.approx(baseline.losses, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_EVAL": "SIGTERM 1 5"}
     small = ["--per_device_eval_batch_size", 4]  # 28 batches
@@ -254,6 +260,9 @@ def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
     finally:
         launcher.kill()
     assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------------------------------------- other data, other precision
 
 
 def test_unanswerable_questions_get_no_answer(tmp_path):

@@ -195,7 +195,7 @@ def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
 
     assert "model lstm-64 -> lstm-32" in refused("ddp", "--hidden_size", 32)
     assert "strategy ddp -> fsdp" in refused("fsdp")
-    assert "processes 2 -> 1" in refused("ddp", processes=1)
+    assert "global_batch_size 64 -> 32" in refused("ddp", processes=1)
 
 
 def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
@@ -223,6 +223,60 @@ def test_a_signal_at_any_moment_costs_no_step(spy, step, undisturbed, tmp_path):
     resumed = spied("ddp", folder, "--resume")
     assert step_of(resumed.record["resumed_from"]) == step
     assert_same_end(resumed, undisturbed("ddp"))
+
+
+# ------------------------------------------------------------------------------------------------------ other devices
+
+
+@pytest.fixture(scope="module")
+def by_48(tmp_path_factory):
+    """A baseline run without dropout that nothing happened to, in global batches of 48."""
+    folder = tmp_path_factory.mktemp("by_48")
+    return launch("baseline", SCRIPT, folder, *SPREAD, 48, env={"SPY_DIR": str(folder)})
+
+
+SPREAD = ["--dataset", "digits", "--num_epochs", "2", "--dropout", "0", "--per_device_train_batch_size"]
+
+
+def ids_of_steps(folder, ranks):
+    return [sorted(sum(step, [])) for step in zip(*(ids_seen(folder, rank) for rank in range(ranks)), strict=True)]
+
+
+@pytest.mark.parametrize("first, then", [
+    ("ddp 2", "ddp 1"), ("ddp 1", "ddp 2"), ("ddp 2", "ddp 3"), ("fsdp 2", "fsdp 1"), ("fsdp 1", "fsdp 2"),
+    ("fsdp 2", "fsdp 3"), ("ddp 2", "baseline 1"), ("baseline 1", "ddp 2"), ("dp 1", "ddp 2")])  # fmt: skip
+def test_a_run_goes_on_with_other_devices(first, then, by_48, tmp_path):
+    """The losses of every step, and the samples, are those of an undisturbed run."""
+
+    def run(words, *flags, **env):
+        strategy, processes = words.split()
+        more = {} if strategy in ("baseline", "dp") else {"processes": processes}
+        size = 48 // int(processes)
+        return launch(strategy, SCRIPT, tmp_path, *SPREAD, size, *flags, env=env | {"SPY_DIR": str(tmp_path)}, **more)
+
+    stopped = run(first, "--checkpointing_steps", 5, SPY_SIGNAL="SIGTERM 0 38")  # in the second epoch
+    assert stopped.record["steps"] == 40
+    for file in tmp_path.glob("ids_*"):
+        file.unlink()
+    resumed = run(then, "--resume")
+    before, now = (words.split()[1] for words in (first, then))
+    told = f"devices {before} -> {now}: the samples stay the same, the dropout masks do not"
+    assert (told in resumed.out) == (before != now)
+    assert step_of(resumed.record["resumed_from"]) == 40
+    assert resumed.losses == pytest.approx(by_48.losses, rel=1e-5)
+    assert ids_of_steps(tmp_path, int(now)) == ids_of_steps(by_48.folder, 1)[40:]
+    for name, weight in by_48.weights.items():
+        assert torch.allclose(resumed.weights[name], weight, atol=1e-3), name
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_zero_goes_on_with_as_many_processes_only(strategy, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed(strategy).folder, folder, symlinks=True)
+    (folder / "run.json").unlink()
+    words = [*FLAGS, "--per_device_train_batch_size", 64, "--resume"]
+    line = launch(strategy, SCRIPT, folder, *words, processes=1, ok=False).error_line()
+    assert "processes 2 -> 1" in line and "ZeRO resumes on as many processes as before, 2" in line
 
 
 # ----------------------------------------------------------------------------------------------- bad bytes, late disks
