@@ -18,6 +18,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import faulthandler
 import inspect
 import json
 import logging
@@ -60,6 +61,7 @@ from datasets.fingerprint import Hasher
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.multiprocessing import errors
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.utils.rnn import pad_sequence
@@ -643,8 +645,10 @@ def describe_workload(args, config, train_features, eval_features):
     }
 
 
+@errors.record  # the launcher's summary then names the first error
 def main():
     args = parse_args()
+    explain_hangs()
     for library in (transformers, huggingface_hub):  # that the head is new, from each rank;
         library.logging.set_verbosity_error()  # that the network is tried again
     if not sys.stdout.isatty():
@@ -788,6 +792,16 @@ def parse_checked(parser, *may_be_zero):
     if args.resume and not args.output_dir:
         parser.error("--resume needs --output_dir, the folder of the run to continue")
     return args
+
+
+def explain_hangs():
+    """Let each rank print where its threads stand: when it gets SIGUSR2, and when C++ ends it, as
+    NCCL does after a timeout; that also writes its last collectives to /tmp/nccl_trace_rank_RANK.
+    """
+    faulthandler.enable(sys.__stderr__)
+    faulthandler.register(signal.SIGUSR2, sys.__stderr__)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # of collectives, for each rank
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def launched_with(name):

@@ -15,6 +15,7 @@ the same in both scripts: launching, workarounds, the record, checkpoints.
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import json
 import logging
 import math
@@ -53,6 +54,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.multiprocessing import errors
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -243,8 +245,10 @@ def make_loaders(train_x, train_y, test_x, test_y, run, device):
             DataLoader(test_images, test_batch_size, **options))
 
 
+@errors.record  # the launcher's summary then names the first error
 def main():
     args = parse_args()
+    explain_hangs()
     accelerator, strategy = make_accelerator(args)
     data = train_x, train_y, test_x, test_y = in_turn(accelerator, read_images, args)
     if args.prepare_data_only:
@@ -379,6 +383,16 @@ def parse_checked(parser, *may_be_zero):
     if args.resume and not args.output_dir:
         parser.error("--resume needs --output_dir, the folder of the run to continue")
     return args
+
+
+def explain_hangs():
+    """Let each rank print where its threads stand: when it gets SIGUSR2, and when C++ ends it, as
+    NCCL does after a timeout; that also writes its last collectives to /tmp/nccl_trace_rank_RANK.
+    """
+    faulthandler.enable(sys.__stderr__)
+    faulthandler.register(signal.SIGUSR2, sys.__stderr__)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # of collectives, for each rank
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def launched_with(name):

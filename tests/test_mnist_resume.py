@@ -225,6 +225,17 @@ def test_a_signal_at_any_moment_costs_no_step(spy, step, undisturbed, tmp_path):
     assert_same_end(resumed, undisturbed("ddp"))
 
 
+def test_each_rank_says_where_it_stands(tmp_path):
+    """At SIGUSR2, and the run goes on. The launcher's summary names the first error, and where it came from."""
+    folder = tmp_path / "run"
+    asked = spied("ddp", folder, SPY_SIGNAL="SIGUSR2 1 5")  # one rank, as two would write into each other's lines
+    assert asked.err.count("Current thread") == 1 == asked.err.count(" in train\n") and "Warning" not in asked.err
+    failed = launch("ddp", SCRIPT, tmp_path / "failed", *FLAGS, "--per_device_eval_batch_size", 4,
+                    env={"SPY_EVAL": "SIGUSR2 1 0"}, real=True, ok=False)  # fmt: skip
+    cause = failed.err.split("Root Cause")[1]
+    assert "AssertionError: the evaluation goes on" in cause and ", in evaluate\n" in cause
+
+
 # ------------------------------------------------------------------------------------------------------ other devices
 
 
