@@ -114,7 +114,7 @@ def step_seconds(alone, sent, bandwidth, latency):
 SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps", "precision",
              "dynamo", "device_name", "torch"]
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
-        "global_batch_size"]
+        "global_batch_size", "strategy_options"]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
 FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb", "samples_trained"]
 NAMES = SAME_WORK + CELL + ARCHITECTURE + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
@@ -159,6 +159,7 @@ def read_record(path, folder):
         "samples_trained": record["steps"] * record["global_batch_size"],
         "log": find_log(path, record, folder),
         "torch": record["versions"]["torch"],
+        "strategy_options": json.dumps(record.get("strategy_options") or {}, sort_keys=True),
     }
     if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf and row["parameters"] > 0):
         raise ValueError("times and parameters have to be greater than 0")
@@ -254,9 +255,21 @@ def make_cells(runs):
         if fixed:
             gain = speedup(baseline["seconds"], cell["seconds"])
             cells.loc[i, ["fixed", "speedup", "efficiency"]] = fixed, gain, efficiency(gain, cell["devices"])
+    cells["shown"] = cells["strategy"]
+    for _, alike in cells.groupby([*SAME_WORK, "strategy"], dropna=False):
+        cells.loc[alike.index, "shown"] += differing_options(alike["strategy_options"])
     cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
                     for _, cell in cells.iterrows()]
     return cells
+
+
+def differing_options(options):
+    """For each of several variants of a strategy, the options in which they differ: " (offload: true)", or ""."""
+    variants = [json.loads(text) if isinstance(text, str) else {} for text in options]
+    differ = sorted({key for variant in variants for key in variant
+                     if any(other.get(key) != variant[key] for other in variants)})
+    texts = [", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ) for variant in variants]
+    return [f" ({text})" if text else "" for text in texts]
 
 
 def same(cell, cells, names):
@@ -375,7 +388,7 @@ def describe_work(group, missing, link, predict):
     shapes = [shape(cell) for _, cell in group.iterrows()]
     spread = [f"{low:.2f}-{high:.2f}" for low, high in zip(group["fastest"], group["slowest"], strict=True)]
     yield table({
-        "strategy": group["strategy"], "nodes x devices": shapes,
+        "strategy": group["shown"], "nodes x devices": shapes,
         "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
         "seconds": show(group["seconds"], "{:.2f}"), "fastest-slowest": spread,
         "total": show(group["total_seconds"], "{:.1f}"), "samples/s": show(group["samples_per_second"], "{:,.1f}"),
@@ -618,7 +631,7 @@ def main():
     text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)
     (args.output_dir / "report.md").write_text(text, encoding="utf-8")
-    cells.drop(columns=["ranks", "losses"]).to_csv(args.output_dir / "report.csv", index=False)
+    cells.drop(columns=["ranks", "losses", "shown"]).to_csv(args.output_dir / "report.csv", index=False)
     print(f"written: {args.output_dir}/report.md, report.csv and the plots")
 
 

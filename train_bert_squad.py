@@ -877,6 +877,16 @@ def name_strategy(state):
     return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
+def strategy_options(state):
+    """What the YAML, or DeepSpeed's JSON, sets for the strategy: {option: value}."""
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        return dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
+    if state.distributed_type == DistributedType.FSDP:  # the launcher tells by the environment
+        given = [name for name in sorted(os.environ) if name.startswith("FSDP_")]
+        return {name.removeprefix("FSDP_").lower(): os.environ[name] for name in given}
+    return {}
+
+
 # -------- workarounds: the same in both scripts
 # Each says what it waits for; tests/test_workarounds.py fails when one has become needless.
 
@@ -975,8 +985,8 @@ class Run:
     def describe(self, accelerator, workload):
         """Begin the record, and note the settings that a resumed run must have again."""
         args, libraries = self.args, ("torch", "accelerate", "deepspeed", "transformers")
-        where = {"strategy": self.strategy, "processes": accelerator.num_processes,
-                 "devices": self.devices, "seed": args.seed}
+        where = {"strategy": self.strategy, "strategy_options": strategy_options(accelerator.state),
+                 "processes": accelerator.num_processes, "devices": self.devices, "seed": args.seed}
         how = {"per_device_batch_size": args.per_device_train_batch_size,
                "gradient_accumulation_steps": args.gradient_accumulation_steps,
                "precision": accelerator.mixed_precision,
@@ -1017,7 +1027,8 @@ class Run:
         self.resumed_from, self.first_step = found and str(found[0]), self.step
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers("tensorboard", vars(self.args) | self.settings, {
+            options = {"strategy_options": json.dumps(self.settings["strategy_options"])}
+            accelerator.init_trackers("tensorboard", vars(self.args) | self.settings | options, {
                 "tensorboard": {"purge_step": self.step + 1}})  # drop what the resumed run redoes
         where = " in one process" if self.strategy == "dp" else ""
         say(f"{self.strategy} on {self.devices} x {self.record['device_name']}{where}: "
@@ -1395,8 +1406,12 @@ def difference(old, new):
         free = {"processes", "devices", "per_device_batch_size", "gradient_accumulation_steps"}
     if {old["strategy"], new["strategy"]} <= {"baseline", "dp", "ddp"}:  # all keep whole weights
         free.add("strategy")
+    options, others = new["strategy_options"], old.get("strategy_options", {})
+    if old["strategy"] == new["strategy"]:
+        unset = dict.fromkeys([*options, *others])
+        old, new = old | unset | others, new | unset | options
     changes = [f"{key} {old[key]} -> {new[key]}" for key in new
-               if key not in free and old.get(key, new[key]) != new[key]]
+               if key not in ("strategy_options", *free) and old.get(key, new[key]) != new[key]]
     if zero and old["processes"] != new["processes"]:
         changes[-1] += f"; ZeRO resumes on as many processes as before, {old['processes']}"
     return f"cannot resume a run with other settings: {', '.join(changes)}" if changes else None

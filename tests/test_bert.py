@@ -133,7 +133,7 @@ def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
 def test_the_record_is_complete(runs):
     result = runs("ddp")
     record = result.record
-    mnist = set("""script strategy nodes processes devices device_name precision dynamo per_device_batch_size
+    mnist = set("""script strategy strategy_options nodes processes devices device_name precision dynamo per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
         samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
         slurm_job_id argv""".split())  # fmt: skip
@@ -220,6 +220,7 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
     assert "sequence_length 128 -> 96" in other.error_line()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_one_process_that_accumulates(baseline, tmp_path):
     saving = ["--checkpointing_steps", 5]
     stopped = launch("ddp", SCRIPT, tmp_path, *flags(), *saving,
@@ -230,6 +231,7 @@ def test_a_run_goes_on_with_one_process_that_accumulates(baseline, tmp_path):
     assert resumed.losses == pytest.approx(baseline.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_EVAL": "SIGTERM 1 5"}
     small = ["--per_device_eval_batch_size", 4]  # 28 batches
@@ -241,6 +243,7 @@ def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_p
     assert_same_end(resumed, undisturbed("zero3"))
 
 
+@pytest.mark.slow
 def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
     begun, spying = tmp_path / "begun", {"SPY_SCRIPT": "train_bert_squad", "HF_HOME": str(tmp_path / "cache")}
     words = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0", "tests/spy.py"]

@@ -196,6 +196,13 @@ def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
     assert "model lstm-64 -> lstm-32" in refused("ddp", "--hidden_size", 32)
     assert "strategy ddp -> fsdp" in refused("fsdp")
     assert "global_batch_size 64 -> 32" in refused("ddp", processes=1)
+    assert undisturbed("zero2").record["strategy_options"]["stage"] == 2
+    assert undisturbed("fsdp").record["strategy_options"]["reshard_after_forward"] == "true"
+    assert undisturbed("ddp").record["strategy_options"] == {}
+    shutil.rmtree(folder)
+    shutil.copytree(undisturbed("fsdp").folder, folder, symlinks=True)
+    line = refused("fsdp", launcher=["--fsdp_reshard_after_forward", "false"])
+    assert "settings: reshard_after_forward true -> false" in line and "strategy_options" not in line
 
 
 def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
@@ -225,6 +232,7 @@ def test_a_signal_at_any_moment_costs_no_step(spy, step, undisturbed, tmp_path):
     assert_same_end(resumed, undisturbed("ddp"))
 
 
+@pytest.mark.slow
 def test_each_rank_says_where_it_stands(tmp_path):
     """At SIGUSR2, and the run goes on. The launcher's summary names the first error, and where it came from."""
     folder = tmp_path / "run"
@@ -253,6 +261,7 @@ def ids_of_steps(folder, ranks):
     return [sorted(sum(step, [])) for step in zip(*(ids_seen(folder, rank) for rank in range(ranks)), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, then", [
     ("ddp 2", "ddp 1"), ("ddp 1", "ddp 2"), ("ddp 2", "ddp 3"), ("fsdp 2", "fsdp 1"), ("fsdp 1", "fsdp 2"),
     ("fsdp 2", "fsdp 3"), ("ddp 2", "baseline 1"), ("baseline 1", "ddp 2"), ("dp 1", "ddp 2")])  # fmt: skip
@@ -280,6 +289,7 @@ def test_a_run_goes_on_with_other_devices(first, then, by_48, tmp_path):
         assert torch.allclose(resumed.weights[name], weight, atol=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_zero_goes_on_with_as_many_processes_only(strategy, undisturbed, tmp_path):
     folder = tmp_path / "run"
@@ -293,6 +303,7 @@ def test_zero_goes_on_with_as_many_processes_only(strategy, undisturbed, tmp_pat
 # ----------------------------------------------------------------------------------------------- bad bytes, late disks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["baseline", "dp", *STRATEGIES])
 def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(strategy, undisturbed, tmp_path, capsys):
     """In every file of the newest checkpoint in turn."""
@@ -340,6 +351,7 @@ def test_all_ranks_fall_back_to_the_checkpoint_before_a_flipped_byte(undisturbed
     assert_same_end(resumed, undisturbed("zero3"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_shows_files_late(undisturbed, tmp_path):
     result = spied("ddp", tmp_path / "run", SPY_LATE="3")
     assert_same_end(result, undisturbed("ddp"))

@@ -127,6 +127,18 @@ def test_fixed_steps_need_a_fixed_global_batch(tmp_path):
     assert {row["run"]: row["speedup"] for row in rows} == {"base": "1.0", "weak": "", "strong": "2.0"}
 
 
+def test_variants_of_a_strategy_are_no_repeats(tmp_path):
+    keep, free = ({"reshard_after_forward": value, "version": "2"} for value in ("false", "true"))
+    write(tmp_path / "runs", base=record("baseline"), old=record("ddp", 2, 60),
+          keep=record("fsdp", 2, 50, strategy_options=keep), free=record("fsdp", 2, 80, strategy_options=free),
+          again=record("fsdp", 2, 90, strategy_options=free))  # fmt: skip
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert sorted((row["strategy"], row["repeats"], row["seconds"]) for row in rows) == [
+        ("baseline", "1", "100.0"), ("ddp", "1", "60.0"), ("fsdp", "1", "50.0"), ("fsdp", "2", "85.0")]
+    assert '| fsdp (reshard_after_forward: "false")' in text and '| fsdp (reshard_after_forward: "true")' in text
+    assert "version" not in text.split("samples/s")[0] and "| ddp  " in text
+
+
 def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     folder = tmp_path / "runs"
     write(folder, base=record("baseline"), good=record("ddp", 2, 50),
