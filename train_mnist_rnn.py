@@ -387,7 +387,7 @@ def parse_checked(parser, *may_be_zero):
 
 def explain_hangs():
     """Let each rank print where its threads stand: when it gets SIGUSR2, and when C++ ends it, as
-    NCCL does after a timeout; that also writes its last collectives to /tmp/nccl_trace_rank_RANK.
+    NCCL does after a timeout; its last collectives are in ~/.cache/torch/comm_lib_trace_rank_*.
     """
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR2, sys.__stderr__)
