@@ -69,7 +69,7 @@ def sync_milliseconds(_):
     import train_mnist_rnn as script
 
     accelerator = script.Accelerator(cpu=True)
-    values = torch.zeros(script.SYNC_STEPS + 4)  # losses, tokens, places, stop, pace
+    values = torch.zeros(script.SYNC_STEPS + 2)  # losses, stop, pace
     for calls in (20, 500):  # the first are the warm-up
         accelerator.wait_for_everyone()
         clock = time.perf_counter()
