@@ -49,14 +49,13 @@ from accelerate.utils import (
     gather_object,
     set_seed,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing import errors
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.datasets import MNIST
 from tqdm import tqdm
@@ -604,7 +603,6 @@ class Run:
         """Resume if asked to, say what is about to run, and start to measure. Returns "completed"
         if nothing is left to do.
         """
-        share_checkpoints(accelerator)
         found = find_checkpoint(self) if self.args.resume else None
         if found == "completed":
             say(f"{self.folder} holds a completed run already; its record is "
@@ -929,21 +927,6 @@ def link_and_prune(run):
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
-def share_checkpoints(accelerator):
-    """Let baseline, dp and ddp resume each other: "module." stays out of the names of weights."""
-    def name_alike(models, weights, folder):
-        for states in weights:
-            consume_prefix_in_state_dict_if_present(states, "module.")
-
-    def load_unwrapped(models, folder):
-        while models:  # those that the strategy does not load itself
-            weights = load_file(Path(folder) / "model.safetensors")
-            accelerator.unwrap_model(models.pop()).load_state_dict(weights)
-
-    accelerator.register_save_state_pre_hook(name_alike)
-    accelerator.register_load_state_pre_hook(load_unwrapped)
-
-
 def find_checkpoint(run):
     """What --resume starts from, the same on all ranks: "completed", (path, state), or None.
     Settings that differ are an error. A collective.
@@ -995,7 +978,7 @@ def difference(old, new):
     zero, free = new["strategy"].startswith("zero"), set()
     if not zero:
         free = {"processes", "devices", "per_device_batch_size", "gradient_accumulation_steps"}
-    if {old["strategy"], new["strategy"]} <= {"baseline", "dp", "ddp"}:  # all keep whole weights
+    if {old["strategy"], new["strategy"]} <= {"baseline", "ddp"}:  # both keep whole weights
         free.add("strategy")
     options, others = new["strategy_options"], old.get("strategy_options", {})
     if old["strategy"] == new["strategy"]:

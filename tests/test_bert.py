@@ -133,7 +133,8 @@ def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
 def test_the_record_is_complete(runs):
     result = runs("ddp")
     record = result.record
-    mnist = set("""script strategy strategy_options nodes processes devices device_name precision dynamo per_device_batch_size
+    mnist = set("""script strategy strategy_options nodes processes devices device_name precision dynamo
+        per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
         samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
         slurm_job_id argv""".split())  # fmt: skip

@@ -94,7 +94,8 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(baseline, tmp_
     flags += ["--dataset", "digits", "--with_tracking"]
     three = launch("ddp", SCRIPT, tmp_path / "three", *flags, processes=3, real=True)
     record = three.record
-    fields = """script strategy strategy_options nodes processes devices device_name precision dynamo per_device_batch_size
+    fields = """script strategy strategy_options nodes processes devices device_name precision dynamo
+        per_device_batch_size
         gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
         samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
         slurm_job_id argv"""
