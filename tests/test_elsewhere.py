@@ -413,7 +413,8 @@ def test_torchrun_of_the_docs_on_a_host_that_nobody_knows(tmp_path):
     (tmp_path / "hello.py").write_text(
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "print('rank', dist.get_rank(), 'of', dist.get_world_size())\n"
+        # In one piece: torchrun starts python -u, which writes each part of a print by itself.
+        "print(f'rank {dist.get_rank()} of {dist.get_world_size()}\\n', end='')\n"
     )
     [command] = re.findall(r"^torchrun.*", (ROOT / "docs" / "strategies.md").read_text(), re.M)
     place = Place(namespaces(f"hostname {HOST}"), root=tmp_path)

@@ -119,7 +119,8 @@ def test_kill_at_any_call_of_the_file_system_leaves_a_whole_checkpoint(tmp_path,
              (os, "fsync"), (Path, "mkdir")]
 
     def run_at(folder, step):
-        others = {"settings": {"seed": 0}, "STATE": script.Run.STATE, "start_clock": lambda: None,
+        settings = {"seed": 0, "strategy": "ddp", "strategy_options": {}, "devices": 2}
+        others = {"settings": settings, "STATE": script.Run.STATE, "start_clock": lambda: None,
                   "checkpoint": folder / "checkpoints" / f"step_{step:08d}"}
         state = {name: [] for name in script.Run.STATE} | {"step": step, "best": [0.5, "step_00000001"]}
         return SimpleNamespace(folder=folder, **others, **state)
