@@ -24,7 +24,7 @@ site() { # a function, as conda would take the arguments of this script for its 
 }
 site || fail "sbatch/site.sh ended with an error"
 set -u
-RECORD=${RECORD:-run.json} # the file in the output directory that says "completed"
+RECORD=${RECORD:-run.json} # in the output directory; says "completed", or "failed" if the run broke down
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
 case ${1:-} in *.yaml | *.yml) config=$1 && shift ;; esac

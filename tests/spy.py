@@ -213,26 +213,18 @@ def spy_on_steps():
     script.Run.end_step = end_step
 
 
+def spy_on_plain_accelerate():
+    script.Accelerator = lambda **options: accelerate.Accelerator()
+
+
+SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": spy_on_bytes,
+         "SPY_LATE": spy_on_the_disk, "SPY_EVAL": spy_on_evaluation, "SPY_TOKENS": spy_on_tokens,
+         "SPY_NAN": spy_on_numbers, "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps,
+         "SPY_PLAIN": spy_on_plain_accelerate}  # fmt: skip
+
 if __name__ == "__main__":
-    if "SPY_FLATTEN" in os.environ:
-        spy_on_weights()
-    if "SPY_DIR" in os.environ:
-        spy_on_batches()
-    if "SPY_BYTES" in os.environ:
-        spy_on_bytes()
-    if "SPY_LATE" in os.environ:
-        spy_on_the_disk()
-    if "SPY_EVAL" in os.environ:
-        spy_on_evaluation()
-    if "SPY_TOKENS" in os.environ:
-        spy_on_tokens()
-    if "SPY_NAN" in os.environ:
-        spy_on_numbers()
-    if "SPY_SAVE" in os.environ:
-        spy_on_saves()
-    if "SPY_STEPS" in os.environ and RANK == 0:
-        spy_on_steps()
-    if "SPY_PLAIN" in os.environ:
-        script.Accelerator = lambda **options: accelerate.Accelerator()
+    for name, spy in SPIES.items():
+        if name in os.environ and (RANK == 0 or name != "SPY_STEPS"):
+            spy()
     script.main()
     os._exit(0)  # as the script does
