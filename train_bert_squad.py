@@ -976,8 +976,7 @@ class Run:
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean of global batch]
         self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
         self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
-        self.seconds = {"startup": None, "train": 0.0, "eval": 0.0, "total": None}
-        self.steady_seconds, self.steady_steps = 0.0, 0  # training without the warm-up
+        self.seconds = dict.fromkeys(("startup", "train", "eval", "total"), 0.0)
         self.profiling, self.profiler = contextlib.ExitStack(), None
 
     def describe(self, accelerator, workload):
@@ -1032,6 +1031,7 @@ class Run:
             f"{self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
             f"{self.global_batch_size} samples; results go to {self.folder}")
         self.warm_step = self.step + min(WARMUP_STEPS, (self.total_steps - self.step) // 2)
+        self.warm_seconds = 0.0  # of training, up to that step
         self.next_meeting = self.step + 1
         if self.args.profile:
             steps = {"wait": WARMUP_STEPS, "warmup": 2, "active": PROFILE_STEPS, "repeat": 1}
@@ -1095,12 +1095,16 @@ class Run:
         own = torch.cat([means, means.new_tensor([len(self.stop_signals), self.pace])])
         *losses, stop, pace = accelerator.reduce(own, "mean").tolist()
         seconds, self.new_losses = time.perf_counter() - self.clock, []
+        self.seconds["train"] += seconds
+        if self.step == self.warm_step:
+            self.warm_seconds = self.seconds["train"]
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
         self.next_meeting = self.step + max(1, int(pace * SYNC_SECONDS))
-        for step, loss in enumerate(losses, self.step - len(losses) + 1):
+        for step, loss in enumerate(losses, len(self.loss_history) + 1):
             if not math.isfinite(loss):
                 self.fail(f"the training loss of step {step} is {loss}")
-        self.show_steps(accelerator, losses, learning_rate, seconds)
+            self.loss_history.append([step, loss])
+        self.show_progress(accelerator, learning_rate)
         self.start_clock()
         return stop > 0
 
@@ -1109,24 +1113,16 @@ class Run:
         signals = torch.tensor(float(len(self.stop_signals)), device=accelerator.device)
         return accelerator.reduce(signals, "sum").item() > 0
 
-    def show_steps(self, accelerator, losses, learning_rate, seconds):
-        """Note the losses of the last steps and their time. Show them as a bar in a terminal, and
-        as a line now and then in a log file.
-        """
-        rate, first = len(losses) * self.global_batch_size / seconds, self.step - len(losses) + 1
-        self.loss_history += [[first + i, loss] for i, loss in enumerate(losses)]
-        self.seconds["train"] += seconds
-        if self.step > self.warm_step:
-            self.steady_seconds += seconds
-            self.steady_steps += len(losses)
-        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", samples_per_s=f"{rate:,.0f}", refresh=False)
+    def show_progress(self, accelerator, learning_rate):
+        """As a bar in a terminal, as a line now and then in a log file, and to TensorBoard."""
+        loss, rate = self.loss_history[-1][1], self.pace * self.global_batch_size
+        self.bar.set_postfix(loss=f"{loss:.4f}", samples_per_s=f"{rate:,.0f}", refresh=False)
         self.bar.update(self.step - self.bar.n)
         if self.bar.disable and time.perf_counter() - self.line_at > LOG_SECONDS:
-            say(f"step {self.step}/{self.total_steps}  loss {losses[-1]:.4f}  "
-                f"{rate:,.0f} samples/s")
+            say(f"step {self.step}/{self.total_steps}  loss {loss:.4f}  {rate:,.0f} samples/s")
             self.line_at = time.perf_counter()
-        accelerator.log({"loss": losses[-1], "learning_rate": learning_rate,
-                         "samples_per_second": rate}, self.step)
+        values = {"loss": loss, "learning_rate": learning_rate, "samples_per_second": rate}
+        accelerator.log(values, self.step)
 
     def add_evaluation(self, accelerator, metrics, score, text):
         """Note the metrics of the epoch that is over. The best checkpoint has the highest score."""
@@ -1154,15 +1150,15 @@ class Run:
         """
         self.bar.close()
         self.profiling.close()
-        self.seconds["total"], steady = seconds_alive(), self.steady_seconds
-        rate = self.steady_steps * self.global_batch_size / steady if steady else None
-        ranks = gather_object([describe_rank()])
+        self.seconds["total"], ranks = seconds_alive(), gather_object([describe_rank()])
+        samples = (self.step - self.warm_step) * self.global_batch_size
+        steady = self.seconds["train"] - self.warm_seconds
         self.record |= {
             "nodes": len({rank["host"] for rank in ranks}),
             "epochs": round(self.step / self.steps_per_epoch, 3),
             "steps": self.step,
-            "seconds": {name: s and round(s, 3) for name, s in self.seconds.items()},
-            "samples_per_second": rate and round(rate, 1),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "samples_per_second": round(samples / steady, 1) if samples > 0 else None,
             "ranks": ranks,
             "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(self.metrics),
             "status": status,
