@@ -311,18 +311,24 @@ def fail_if_any(problem):
         fail(problems[0])
 
 
+def if_turn(turn, load, *args):
+    """`load(*args)` on the ranks whose `turn` it is. A Fault ends the run. A collective."""
+    result = problem = None
+    try:
+        result = load(*args) if turn else None
+    except Fault as fault:
+        problem = str(fault)
+    fail_if_any(problem)
+    return result
+
+
 def in_turn(accelerator, load, *args):
     """`load(*args)` on all ranks; a Fault ends the run. Rank 0 goes first: it downloads, and fills
     caches. Then the first rank of each node, in case its disk is another; then the others.
     """
     result = None
     for turn in (accelerator.is_main_process, accelerator.is_local_main_process, True):
-        problem = None
-        try:
-            result = load(*args) if turn and result is None else result
-        except Fault as fault:
-            problem = str(fault)
-        fail_if_any(problem)
+        result = if_turn(turn and not result, load, *args) or result
     return result
 
 
@@ -924,67 +930,64 @@ def link_and_prune(run):
 
 
 def find_checkpoint(run):
-    """What --resume starts from, the same on all ranks: "completed", (path, state), or None.
-    Settings that differ are an error. A collective.
+    """What --resume starts from, the same on all ranks: "completed", (path, state), or None. A
+    collective.
     """
-    found = problem = None
-    if PartialState().is_main_process:
-        file = run.folder / "run.json"
-        record = json.loads(file.read_bytes()) if file.exists() else {"status": None}
-        if record["status"] == "completed":
-            found, problem = "completed", difference(record | record["workload"], run.settings)
-        else:
-            found, problem = find_whole_checkpoint(run)
-    fail_if_any(problem)
+    found = if_turn(PartialState().is_main_process, find_newest, run)
     return broadcast_object_list([found])[0]
 
 
-def find_whole_checkpoint(run):
-    """((path, state) of the newest or None, what is wrong or None). Damaged ones are renamed."""
-    damaged = []
+def find_newest(run):
+    """What `find_checkpoint` returns. Damaged checkpoints are renamed. Raises Fault."""
+    record, damaged = run.folder / "run.json", []
+    if record.exists() and (old := json.loads(record.read_bytes()))["status"] == "completed":
+        check_settings(old | old["workload"], run.settings)
+        return "completed"
     for path in sorted((run.folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
         try:
             text, value = (path / "checkpoint.json").read_bytes().splitlines()
             if zlib.crc32(text) != int(value):
                 raise ValueError("checkpoint.json is not as it was saved")
-            content = json.loads(text)
-            for name, value in content["files"].items():
+            saved = json.loads(text)
+            for name, value in saved["files"].items():
                 if checksum(path / name) != value:
                     raise ValueError(f"{name} is not as it was saved")
-            problem = difference(content["settings"], run.settings)
-            if not problem and content["settings"]["devices"] != run.settings["devices"]:
-                say(f"devices {content['settings']['devices']} -> {run.settings['devices']}: the "
-                    "samples stay the same, the dropout masks do not")
-            found = path, content["state"]
         except (OSError, ValueError, KeyError, TypeError) as damage:
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
             damaged.append(path)
             continue
-        for path in damaged if not problem else []:  # out of the way of the new checkpoints
-            path.rename(path.with_suffix(".damaged"))
-        return found, problem
-    return None, (f"no checkpoint in {run.folder}/checkpoints is whole: start afresh in another "
-                  "--output_dir") if damaged else None
+        check_settings(saved["settings"], run.settings)
+        before, now = saved["settings"]["devices"], run.settings["devices"]
+        if before != now:
+            say(f"devices {before} -> {now}: the samples stay the same, the dropout masks do not")
+        for broken in damaged:  # out of the way of the new checkpoints
+            broken.rename(broken.with_suffix(".damaged"))
+        return path, saved["state"]
+    if damaged:
+        raise Fault(f"no checkpoint in {run.folder}/checkpoints is whole: start afresh in another "
+                    "--output_dir")
+    return None
 
 
-def difference(old, new):
-    """None, or the sentence that says in which settings this run differs from the one to resume.
-    Other devices may share the same global batch; only ZeRO's checkpoints are cut for their number.
+def check_settings(old, new):
+    """Raises the Fault that says in which settings this run differs from the one to resume. Other
+    devices may share the same global batch; only ZeRO's checkpoints are cut for their number.
     """
-    zero, free = new["strategy"].startswith("zero"), set()
+    zero, free = new["strategy"].startswith("zero"), {"strategy_options"}
     if not zero:
-        free = {"processes", "devices", "per_device_batch_size", "gradient_accumulation_steps"}
+        free |= {"processes", "devices", "per_device_batch_size", "gradient_accumulation_steps"}
     if {old["strategy"], new["strategy"]} <= {"baseline", "ddp"}:  # both keep whole weights
         free.add("strategy")
-    options, others = new["strategy_options"], old.get("strategy_options", {})
     if old["strategy"] == new["strategy"]:
-        unset = dict.fromkeys([*options, *others])
+        options, others = new["strategy_options"], old.get("strategy_options", {})
+        unset = dict.fromkeys(options | others)
         old, new = old | unset | others, new | unset | options
     changes = [f"{key} {old[key]} -> {new[key]}" for key in new
-               if key not in ("strategy_options", *free) and old.get(key, new[key]) != new[key]]
+               if key not in free and old.get(key, new[key]) != new[key]]
     if zero and old["processes"] != new["processes"]:
         changes[-1] += f"; ZeRO resumes on as many processes as before, {old['processes']}"
-    return f"cannot resume a run with other settings: {', '.join(changes)}" if changes else None
+    if changes:
+        raise Fault(f"cannot resume a run with other settings: {', '.join(changes)}")
 
 
 if __name__ == "__main__":
