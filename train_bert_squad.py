@@ -988,20 +988,19 @@ class Run:
         """Begin the record, and note the settings that a resumed run must have again."""
         args, libraries = self.args, ("torch", "accelerate", "deepspeed", "transformers")
         where = {"strategy": self.strategy, "strategy_options": strategy_options(accelerator.state),
-                 "processes": accelerator.num_processes, "devices": self.devices, "seed": args.seed}
+                 "processes": accelerator.num_processes, "devices": self.devices,
+                 "global_batch_size": self.global_batch_size, "seed": args.seed}
         how = {"per_device_batch_size": args.per_device_train_batch_size,
                "gradient_accumulation_steps": args.gradient_accumulation_steps,
                "precision": accelerator.mixed_precision,
                "dynamo": accelerator.state.dynamo_plugin.backend.value.lower()}
         epochs = None if args.max_train_steps else args.num_epochs
         workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps}
-        rates = {"global_batch_size": self.global_batch_size, "dropout": args.dropout,
-                 "learning_rate": args.learning_rate}
+        rates = {"dropout": args.dropout, "learning_rate": args.learning_rate}
         self.settings = where | workload | rates
         self.record = where | how | {
             "script": Path(__file__).name,
             "device_name": device_name(),
-            "global_batch_size": self.global_batch_size,
             "workload": workload,
             "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | {
                 name: getattr(sys.modules.get(name), "__version__", None) for name in libraries},
