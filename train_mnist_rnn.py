@@ -775,7 +775,7 @@ class Run:
 
 def make_output_dir(args, strategy):
     """The run's folder, the same on all ranks. It holds no other run, unless that is to go on."""
-    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # two may start in one second
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
     folder = Path(args.output_dir or f"runs/{Path(__file__).stem}-{strategy}-{now}")
     [folder] = broadcast_object_list([folder])
     checkpoints, problem = folder / "checkpoints", None
@@ -787,16 +787,16 @@ def make_output_dir(args, strategy):
             checkpoints.mkdir(parents=True, exist_ok=True)
             used = (folder / "run.json").exists() or any(checkpoints.glob("step_*"))
             if used and not args.resume:
-                problem = (f"{folder} holds another run: add --resume to continue it, or choose "
-                           "another --output_dir")
+                problem = f"{folder} holds another run: add --resume, or change --output_dir"
             tempfile.TemporaryFile(dir=checkpoints).close()
         except OSError as reason:
             problem = f"cannot write to the output directory {folder}: {reason.strerror}"
     fail_if_any(problem)
-    patience = time.monotonic() + LATE_DISK_SECONDS
-    while not checkpoints.exists() and time.monotonic() < patience:
+    for _ in range(10 * LATE_DISK_SECONDS):
+        if checkpoints.exists():
+            break
         time.sleep(0.1)
-    if not checkpoints.exists():
+    else:
         problem = (f"{socket.gethostname()} does not see {folder}: choose an --output_dir on a "
                    "file system of all nodes")
     fail_if_any(problem)
