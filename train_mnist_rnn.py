@@ -416,8 +416,8 @@ def check_launch():
         fail("baseline and dp are one process on one node, but this was started for several "
              "nodes: use ddp.yaml there")
     if gpus and not torch.cuda.is_available():
-        fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use, probably "
-             "because the driver is too old: README, 'On a Slurm cluster', says what to install")
+        fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use; if its driver "
+             "is too old: README, 'On a Slurm cluster', says what to install")
     if 0 < gpus < node_size:
         fail(f"{node_size} processes on {host}, which has {gpus} GPU(s): add --num_processes "
              f"{gpus} to accelerate launch (times the number of nodes)")
@@ -563,8 +563,8 @@ class Run:
         if self.steps_per_epoch == 0:
             fail(f"the global batch of {self.global_batch_size} = "
                  f"{args.per_device_train_batch_size} a device x {self.devices} devices x "
-                 f"{args.gradient_accumulation_steps} micro-batches is larger than the data set of "
-                 f"{workload['samples']}: lower --per_device_train_batch_size")
+                 f"{args.gradient_accumulation_steps} micro-batches is more than the "
+                 f"{workload['samples']} samples: lower --per_device_train_batch_size")
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = -(-self.total_steps // self.steps_per_epoch)
         if args.profile and self.total_steps < (least := WARMUP_STEPS + 2 + PROFILE_STEPS):
@@ -609,8 +609,7 @@ class Run:
         """
         found = find_checkpoint(self) if self.args.resume else None
         if found == "completed":
-            say(f"{self.folder} holds a completed run already; its record is "
-                f"{self.folder}/run.json")
+            say(f"{self.folder} holds a completed run already: see its run.json")
             return found
         if found:
             accelerator.load_state(found[0])
@@ -706,7 +705,7 @@ class Run:
 
     def told_to_stop(self, accelerator):
         """Whether any rank was told to stop, the same on all ranks. A collective."""
-        signals = torch.tensor(float(len(self.stop_signals)), device=accelerator.device)
+        signals = torch.tensor(len(self.stop_signals), device=accelerator.device)
         return accelerator.reduce(signals, "sum").item() > 0
 
     def show_progress(self, accelerator, learning_rate):
