@@ -1042,9 +1042,9 @@ class Run:
                 activities=sorted({"cpu", accelerator.device.type}), schedule_option=steps,
                 output_trace_dir=str(self.folder / "traces"))))
         self.seconds["startup"], self.line_at = seconds_alive(), time.perf_counter()
-        self.bar = tqdm(  # None: hidden unless this is a terminal
-            total=self.total_steps, initial=self.step, unit="step", leave=False, file=sys.stdout,
-            disable=None if accelerator.is_main_process else True)
+        # disable=None: unless this is a terminal
+        self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
+                        file=sys.stdout, disable=not accelerator.is_main_process or None)
 
     def catch_stop_signals(self):
         """From now on SIGTERM and SIGUSR1, Slurm's warnings, and SIGINT, Ctrl-C, are only noted.
