@@ -519,18 +519,16 @@ def choose_answers(rows, features, version_2):
     With `version_2` the answer is "" where "no answer", at [CLS], scores higher than the best span;
     as the official recipe has it, the window counts in which "no answer" scores lowest.
     """
-    best, nothing = {}, collections.defaultdict(lambda: float("inf"))
-    owners = features.owner.tolist()
-    for window, (owner, (_, null_score, score, *_)) in enumerate(
-            zip(owners, rows.tolist(), strict=True)):
-        nothing[owner] = min(nothing[owner], null_score)
-        if owner not in best or score > rows[best[owner], 2]:
-            best[owner] = window
+    best, nothing, owners = {}, {}, features.owner.tolist()
+    for window, (owner, row) in enumerate(zip(owners, rows.tolist(), strict=True)):
+        _, null_score, score, start, end = row
+        nothing[owner] = min(nothing.get(owner, null_score), null_score)
+        if owner not in best or score > best[owner][0]:
+            best[owner] = score, window, int(start), int(end)
     answers, begins, stops = {}, features.table.data["begins"], features.table.data["stops"]
-    for owner, row in sorted(best.items()):
-        question, (_, _, score, start, end) = features.questions[owner], rows[row].tolist()
-        begin, stop = begins[row][int(start)].as_py(), stops[row][int(end)].as_py()
-        text = question["context"][begin:stop]
+    for owner, (score, window, start, end) in sorted(best.items()):
+        question = features.questions[owner]
+        text = question["context"][begins[window][start].as_py() : stops[window][end].as_py()]
         answers[question["id"]] = "" if version_2 and nothing[owner] > score else text
     return answers
 
