@@ -221,17 +221,15 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     found = tokenizer(asked, batch["context"], truncation="only_second", max_length=max_seq_length,
                       stride=doc_stride, return_overflowing_tokens=True,
                       return_offsets_mapping=True)
-    columns = collections.defaultdict(list)
+    features = []
     for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
         if 1 not in encoding.sequence_ids:
             raise Fault(f"question {batch['id'][row]} has a context without tokens")
         first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
         start, end = find_span(offsets, first, batch["text"][row], batch["start"][row])
-        feature = {"input_ids": encoding.ids, "begins": offsets[:, 0], "stops": offsets[:, 1],
-                   "first": first, "start": start, "end": end, "owner": owners[row]}
-        for name, value in feature.items():
-            columns[name].append(value)
-    return columns
+        features.append({"input_ids": encoding.ids, "begins": offsets[:, 0], "stops": offsets[:, 1],
+                         "first": first, "start": start, "end": end, "owner": owners[row]})
+    return {name: [feature[name] for feature in features] for name in features[0]}
 
 
 def find_span(offsets, first, text, start):
@@ -285,12 +283,13 @@ class Features(Dataset):
 
 def load_features(questions, tokenizer, args):
     """The `Features` of questions; `datasets` caches them, under a key. Raises Fault."""
-    answers = [[*question["answers"], ("", -1)][0] for question in questions]
-    table = datasets.Dataset.from_dict({
-        "id": [question["id"] for question in questions],
-        "question": [question["question"].strip() for question in questions],  # some have hundreds
-        "context": [question["context"] for question in questions],  # of leading spaces
-        "text": [text for text, _ in answers], "start": [start for _, start in answers]})
+    rows = []
+    for question in questions:
+        text, start = [*question["answers"], ("", -1)][0]
+        asked = question["question"].strip()  # some have hundreds of leading spaces
+        rows.append({"id": question["id"], "question": asked, "context": question["context"],
+                     "text": text, "start": start})
+    table = datasets.Dataset.from_list(rows)
     tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
     code = inspect.getsource(tokenize) + inspect.getsource(find_span)  # features of older code
     sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
@@ -317,14 +316,12 @@ def load_inputs(args):
     folder = Path(name).is_dir()
     if not folder and (name.startswith((".", "/")) or name.count("/") > 1):  # the Hub: OWNER/NAME
         raise Fault(f"there is no model folder {name}")
+    files = ("tokenizer.json", "vocab.txt")
+    if folder and not any((Path(name) / file).exists() for file in files):
+        raise Fault(f"the model folder {name} has no tokenizer: neither {' nor '.join(files)}")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        files = ("tokenizer.json", "vocab.txt")
-        if folder and not any((Path(name) / file).exists() for file in files):
-            raise Fault(f"the model folder {name} has no tokenizer: neither {' nor '.join(files)}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Fault:
-        raise
     except Exception as problem:  # of the network, the Hub, or a file in the folder
         raise Fault(f"cannot load {name}: {one_line(problem)}; {OFFLINE}") from None
     positions = getattr(config, "position_embedding_type", "absolute")
