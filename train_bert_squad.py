@@ -1087,8 +1087,7 @@ class Run:
         """Bring home the losses since the last meeting, and show them. Returns whether any rank was
         told to stop, the same on all ranks. A collective: one small all-reduce.
         """
-        accumulation = self.args.gradient_accumulation_steps
-        means = torch.stack(self.new_losses).view(-1, accumulation).mean(1)
+        means = torch.stack(self.new_losses).view(-1, self.args.gradient_accumulation_steps).mean(1)
         own = torch.cat([means, means.new_tensor([len(self.stop_signals), self.pace])])
         *losses, stop, pace = accelerator.reduce(own, "mean").tolist()
         seconds, self.new_losses = time.perf_counter() - self.clock, []
@@ -1299,16 +1298,15 @@ def own_files(folder, rank):
         # torch writes __RANK_0.distcp, DeepSpeed zero_pp_rank_RANK_..., accelerate ..._states_RANK.
         writer = re.search(r"(^__|rank_|states_)(\d+)", path.name)
         if int(writer[2] if writer else 0) == rank:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
             checksums[str(path.relative_to(folder))] = checksum(path)
     return checksums
 
 
 def checksum(path):
-    """The CRC-32 of a file; 1 GB takes about a second."""
+    """The CRC-32 of a file, which is then safe on disk; 1 GB takes about a second."""
     value = 0
     with open(path, "rb") as file:
+        os.fsync(file.fileno())
         while piece := file.read(2**20):
             value = zlib.crc32(piece, value)
     return value
