@@ -104,6 +104,7 @@ def parse_args():
     if bool(args.train_file) != bool(args.validation_file):
         parser.error("--train_file and --validation_file go together: give both, or none for SQuAD "
                      "from the Hub")
+    args.hub_name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     return args
 
 
@@ -118,7 +119,7 @@ def read_questions(args, split):
     train = split == "train"
     path = args.train_file if train else args.validation_file
     limit = args.max_train_samples if train else args.max_eval_samples
-    name, questions = path or hub_name(args), {}
+    name, questions = path or args.hub_name, {}
     for row in read_squad(path) if path else read_hub(name, split):
         if limit and len(questions) == limit:
             break
@@ -182,11 +183,6 @@ def read_squad(path):
         raise Fault(f"{path}: {place} has no {key}") from None
     except (TypeError, AttributeError) as problem:
         raise Fault(f"{path}: {place} is not in SQuAD's form: {problem}") from None
-
-
-def hub_name(args):
-    """The name on the Hub of the questions that are used when no files are given."""
-    return "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
 
 
 def read_hub(name, split):
@@ -622,7 +618,7 @@ def describe_workload(args, config, train_features, eval_features):
     """What the record says of model and data; a resumed run must have the same again."""
     return {
         "model": Path(args.model_name_or_path).name + ", from scratch" * args.from_scratch,
-        "dataset": Path(args.train_file).name if args.train_file else hub_name(args),
+        "dataset": Path(args.train_file).name if args.train_file else args.hub_name,
         "questions": len(train_features.questions),
         "samples": len(train_features),
         "eval_questions": len(eval_features.questions),
@@ -650,9 +646,9 @@ def main():
     tokenizer, config, train_features, eval_features = in_turn(accelerator, load_inputs, args)
     model = if_turn(True, load_model, args, config)
     if args.prepare_data_only:
-        counts = [(len(part.questions), len(part)) for part in (train_features, eval_features)]
-        say("the model, {} training questions ({} features) and {} validation questions ({} "
-            "features) are ready".format(*counts[0], *counts[1]))
+        say(f"the model, {len(train_features.questions)} training questions "
+            f"({len(train_features)} features) and {len(eval_features.questions)} validation "
+            f"questions ({len(eval_features)} features) are ready")
         return accelerator.end_training()
     workload = describe_workload(args, config, train_features, eval_features)
     metrics = ["exact_match", "f1", "eval_loss"]
