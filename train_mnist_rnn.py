@@ -473,11 +473,11 @@ def name_strategy(state):
     return "fsdp" if state.distributed_type == DistributedType.FSDP else "ddp"
 
 
-def strategy_options(state):
+def strategy_options(strategy, state):
     """What the YAML, or DeepSpeed's JSON, sets for the strategy: {option: value}."""
-    if state.distributed_type == DistributedType.DEEPSPEED:
+    if strategy.startswith("zero"):
         return dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
-    if state.distributed_type == DistributedType.FSDP:  # the launcher tells by the environment
+    if strategy == "fsdp":  # the launcher tells by the environment
         given = [name for name in sorted(os.environ) if name.startswith("FSDP_")]
         return {name.removeprefix("FSDP_").lower(): os.environ[name] for name in given}
     return {}
@@ -580,7 +580,8 @@ class Run:
     def describe(self, accelerator, workload):
         """Begin the record, and note the settings that a resumed run must have again."""
         args, libraries = self.args, ("torch", "accelerate", "deepspeed", "transformers")
-        where = {"strategy": self.strategy, "strategy_options": strategy_options(accelerator.state),
+        where = {"strategy": self.strategy,
+                 "strategy_options": strategy_options(self.strategy, accelerator.state),
                  "processes": accelerator.num_processes, "devices": self.devices,
                  "global_batch_size": self.global_batch_size, "seed": args.seed}
         how = {"per_device_batch_size": args.per_device_train_batch_size,
