@@ -617,7 +617,8 @@ class Run:
             accelerator.step = 0  # micro-batches: accumulation may have changed
             vars(self).update(found[1])
             say(f"resuming from {found[0]}")
-        self.resumed_from, self.first_step = found and str(found[0]), self.step
+        self.record["resumed_from"] = str(found[0]) if found else None
+        self.first_step = self.step
         if self.args.with_tracking:
             accelerator.project_configuration.logging_dir = str(self.folder)
             options = {"strategy_options": json.dumps(self.settings["strategy_options"])}
@@ -636,7 +637,7 @@ class Run:
                 activities=sorted({"cpu", accelerator.device.type}), schedule_option=steps,
                 output_trace_dir=str(self.folder / "traces"))))
         self.seconds["startup"], self.line_at = seconds_alive(), time.perf_counter()
-        # disable=None: unless this is a terminal
+        # None: a bar only in a terminal
         self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
                         file=sys.stdout, disable=not accelerator.is_main_process or None)
 
@@ -757,7 +758,6 @@ class Run:
             "ranks": ranks,
             "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(self.metrics),
             "status": status,
-            "resumed_from": self.resumed_from,
             "profiled": self.args.profile,
             "loss_history": self.loss_history,
         }
