@@ -223,8 +223,15 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
             raise Fault(f"question {batch['id'][row]} has a context without tokens")
         first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
         start, end = find_span(offsets, first, batch["text"][row], batch["start"][row])
-        features.append({"input_ids": encoding.ids, "begins": offsets[:, 0], "stops": offsets[:, 1],
-                         "first": first, "start": start, "end": end, "owner": owners[row]})
+        features.append({
+            "input_ids": encoding.ids,
+            "begins": offsets[:, 0],
+            "stops": offsets[:, 1],
+            "first": first,
+            "start": start,
+            "end": end,
+            "owner": owners[row],
+        })
     return {name: [feature[name] for feature in features] for name in features[0]}
 
 
@@ -283,8 +290,13 @@ def load_features(questions, tokenizer, args):
     for question in questions:
         text, start = [*question["answers"], ("", -1)][0]
         asked = question["question"].strip()  # some have hundreds of leading spaces
-        rows.append({"id": question["id"], "question": asked, "context": question["context"],
-                     "text": text, "start": start})
+        rows.append({
+            "id": question["id"],
+            "question": asked,
+            "context": question["context"],
+            "text": text,
+            "start": start,
+        })
     table = datasets.Dataset.from_list(rows)
     tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
     code = inspect.getsource(tokenize) + inspect.getsource(find_span)  # features of older code
@@ -643,7 +655,7 @@ def main():
         datasets.disable_progress_bars()
     accelerator, strategy = make_accelerator(args)
     tokenizer, config, train_features, eval_features = in_turn(accelerator, load_inputs, args)
-    model = if_turn(True, load_model, args, config)
+    model = load_or_fail(True, load_model, args, config)
     if args.prepare_data_only:
         say(f"the model, {len(train_features.questions)} training questions "
             f"({len(train_features)} features) and {len(eval_features.questions)} validation "
@@ -708,7 +720,7 @@ def fail_if_any(problem):
         fail(problems[0])
 
 
-def if_turn(turn, load, *args):
+def load_or_fail(turn, load, *args):
     """`load(*args)` on the ranks whose `turn` it is. A Fault ends the run. A collective."""
     result = problem = None
     try:
@@ -725,7 +737,7 @@ def in_turn(accelerator, load, *args):
     """
     result = None
     for turn in (accelerator.is_main_process, accelerator.is_local_main_process, True):
-        result = if_turn(turn and not result, load, *args) or result
+        result = load_or_fail(turn and not result, load, *args) or result
     return result
 
 
@@ -1326,7 +1338,7 @@ def find_checkpoint(run):
     """What --resume starts from, the same on all ranks: "completed", (path, state), or None. A
     collective.
     """
-    found = if_turn(PartialState().is_main_process, find_newest, run)
+    found = load_or_fail(PartialState().is_main_process, find_newest, run)
     return broadcast_object_list([found])[0]
 
 

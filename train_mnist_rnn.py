@@ -311,7 +311,7 @@ def fail_if_any(problem):
         fail(problems[0])
 
 
-def if_turn(turn, load, *args):
+def load_or_fail(turn, load, *args):
     """`load(*args)` on the ranks whose `turn` it is. A Fault ends the run. A collective."""
     result = problem = None
     try:
@@ -328,7 +328,7 @@ def in_turn(accelerator, load, *args):
     """
     result = None
     for turn in (accelerator.is_main_process, accelerator.is_local_main_process, True):
-        result = if_turn(turn and not result, load, *args) or result
+        result = load_or_fail(turn and not result, load, *args) or result
     return result
 
 
@@ -929,7 +929,7 @@ def find_checkpoint(run):
     """What --resume starts from, the same on all ranks: "completed", (path, state), or None. A
     collective.
     """
-    found = if_turn(PartialState().is_main_process, find_newest, run)
+    found = load_or_fail(PartialState().is_main_process, find_newest, run)
     return broadcast_object_list([found])[0]
 
 

@@ -120,7 +120,7 @@ def whole_again(cluster):
 
 @pytest.mark.parametrize("fault, strategy", [
     pytest.param(fault, strategy, marks=[] if (fault.__name__, strategy) in QUICK else pytest.mark.matrix)
-    for fault in FAULTS for strategy in ("ddp", "fsdp")])
+    for fault in FAULTS for strategy in ("ddp", "fsdp", "zero3")])
 def test_a_disturbed_run_ends_like_an_undisturbed_one(
     cluster, undisturbed, record_property, tmp_path, fault, strategy
 ):
