@@ -154,7 +154,12 @@ while kill -0 "$srun" 2>/dev/null; do
     sleep 3 &
     wait -n "$srun" $! # a signal ends this, but not srun
 done
-kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
+if kill -0 "$srun" 2>/dev/null; then
+    kill -KILL "$srun" # given up: once a node answers again, it would end what bears the step's name, the next attempt
+else
+    wait "$srun"
+    code=$?
+fi
 rm -f "$FIRST_NODE_ENDED"
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
