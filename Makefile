@@ -57,8 +57,11 @@ slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
 		slurmctld slurmd slurm-client iproute2
 
-test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, 12 minutes
+test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
+
+test-gpu: dev  ## prove it all on this machine's GPUs; without a GPU nothing is run
+	$(BIN)/python tests/gpu.py
 
 sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" && \
@@ -77,4 +80,4 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults test-gpu lint bench clean

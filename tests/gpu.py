@@ -1,0 +1,291 @@
+"""Prove the whole collection on this machine's GPUs: `make test-gpu`. Planned for ten minutes on one.
+
+Both scripts run under every YAML over NCCL, BERT in BERT-base's size with random weights. Each check
+is one line of a table: what was checked, what was found, whether it holds. The table goes to
+OUTPUT_DIR/gpu-report.md, and all figures to gpu-report.json: send both in with a bug report.
+With two or more GPUs, two processes run too. Without a GPU nothing is run.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import accelerate
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import report  # noqa: E402  its formula of bytes
+
+# The code of this file can be tried without a GPU: a tiny model, few YAMLs, and no claim of a GPU.
+STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"
+YAMLS = ["baseline", "fsdp"] if STAND_IN else ["baseline", "dp", "ddp", "fsdp", "zero2", "zero3"]
+GPUS = 2 if STAND_IN else torch.cuda.device_count()
+MNIST, BERT = "train_mnist_rnn.py", "train_bert_squad.py"
+STEPS = 20  # over which losses are compared
+SAME = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}  # relative, of each loss to the baseline's in fp32
+
+
+def bert_base(folder):
+    """A folder with the tests' tokenizer and the config of BERT-base: 110 million parameters."""
+    tiny = ROOT / "tests" / "data" / "tiny_bert"
+    for file in tiny.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if not STAND_IN:
+        sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+                 "intermediate_size": 3072, "vocab_size": 30522}
+        config = json.loads((tiny / "config.json").read_text()) | sizes
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Checks:
+    """The rows of the table, and the runs that they are about."""
+
+    def __init__(self, folder):
+        self.folder, self.rows, self.runs = folder, [], 0
+        squad = ROOT / "tests" / "data" / "squad_v1.json"
+        (folder / "model").mkdir()
+        model = bert_base(folder / "model")
+        self.flags = {
+            MNIST: ["--dataset", "digits"],
+            BERT: ["--model_name_or_path", model, "--from_scratch", "--train_file", squad,
+                   "--validation_file", squad, "--max_eval_samples", 16]}
+
+    def run(self, script, yaml, *flags, precision="no", processes=1, launcher=(), env=None):
+        """The run.json of a run, with its exit code, errors and folder besides."""
+        self.runs += 1
+        folder = self.folder / f"{self.runs}-{yaml}-{Path(script).stem}"
+        if "--output_dir" in flags:
+            folder = Path(flags[flags.index("--output_dir") + 1])
+        words = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--main_process_port", "0",
+                 "--num_processes", processes, "--mixed_precision", precision, *launcher]
+        program = "tests/spy.py" if env and "SPY_SCRIPT" in env else script
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words,
+                   program, *self.flags[script], "--output_dir", folder, *flags]
+        # TF32 rounds products to 10 bits, by which strategies would differ; it is off in fp32.
+        own = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"} | (env or {})
+        done = subprocess.run([str(word) for word in command], cwd=ROOT, env=os.environ | own,
+                              capture_output=True, text=True, timeout=300)
+        file = folder / "run.json"
+        record = json.loads(file.read_text()) if file.exists() else {"loss_history": []}
+        return record | {"code": done.returncode, "err": done.stderr + done.stdout, "at": folder,
+                         "losses": [loss for _, loss in record["loss_history"]]}
+
+    def add(self, check, figure, ok):
+        """A row of the table; `ok` is None where a check was left out."""
+        verdict = {True: "pass", False: "FAIL", None: "left out"}[ok if ok is None else bool(ok)]
+        self.rows.append({"check": check, "figure": figure, "verdict": verdict})
+        print(f"{verdict:8}  {check}: {figure}", flush=True)
+
+    def compare(self, check, run, losses, tolerance):
+        """Add a row that compares a run's losses with others."""
+        if run["code"] or len(run["losses"]) != len(losses):
+            last = [line for line in run["err"].splitlines() if line.strip()][-1:]
+            error = [line for line in run["err"].splitlines() if line.startswith("error:")] or last
+            return self.add(check, f"exit code {run['code']}, {len(run['losses'])} of "
+                            f"{len(losses)} steps: {''.join(error[:1])[:200]}", False)
+        worst = max(abs(a / b - 1) for a, b in zip(run["losses"], losses, strict=True))
+        return self.add(check, f"losses differ by {worst:.1e}, allowed {tolerance:.0e}",
+                        worst <= tolerance)
+
+
+def short(script):
+    return "LSTM" if script == MNIST else "BERT"
+
+
+def check_strategies(checks, processes):
+    """Losses of each YAML, script and precision against the baseline in fp32. Returns the runs."""
+    flags = {script: ["--max_train_steps", STEPS, "--dropout", 0, "--per_device_train_batch_size",
+                      8 // processes, "--learning_rate", 1e-4] for script in (MNIST, BERT)}
+    cases = [(script, yaml, precision) for script in (MNIST, BERT)
+             for yaml in YAMLS for precision in ("no", "bf16")
+             if (yaml, precision) != ("dp", "bf16") and (processes == 1 or yaml != "baseline")]
+    cases += [(BERT, "baseline", "fp16")] if processes == 1 and not STAND_IN else []
+
+    def run(case):
+        script, yaml, precision = case
+        own = list(flags[script])
+        if yaml in ("baseline", "dp"):
+            own[own.index("--per_device_train_batch_size") + 1] = 8 if yaml == "baseline" else (
+                8 // max(1, GPUS))
+        alone = 1 if yaml in ("baseline", "dp") else processes
+        return checks.run(script, yaml, *own, precision=precision, processes=alone)
+
+    with ThreadPoolExecutor(3) as pool:  # most of each is Python importing
+        return dict(zip(cases, pool.map(run, cases), strict=True))
+
+
+def check_all_strategies(checks):
+    """One process of each, and with several GPUs two."""
+    runs = check_strategies(checks, 1)
+    expected = {script: runs[script, "baseline", "no"]["losses"] for script in (MNIST, BERT)}
+    for (script, yaml, precision), run in runs.items():
+        if (yaml, precision) != ("baseline", "no"):
+            name = "fp32" if precision == "no" else precision
+            checks.compare(f"{short(script)} {yaml} {name}", run, expected[script],
+                           SAME[precision])
+        elif run["code"]:
+            checks.add(f"{short(script)} baseline fp32", run["err"][-300:], False)
+    if GPUS > 1:
+        for (script, yaml, precision), run in check_strategies(checks, 2).items():
+            name = "fp32" if precision == "no" else precision
+            checks.compare(f"{short(script)} {yaml} {name}, 2 processes", run, expected[script],
+                           SAME[precision])
+    else:
+        checks.add("two processes", "needs two GPUs", None)
+    refused = checks.run(BERT, "dp", "--max_train_steps", 2, precision="bf16")
+    checks.add("dp refuses bf16", "in one line", "error: dp does not know bf16" in refused["err"])
+    return runs
+
+
+def check_resume(checks):
+    """SIGUSR1 in the middle of the second epoch, --resume, and the losses of a run that was left
+    alone; and whether the signal leaves processes behind.
+    """
+    for yaml in YAMLS[1:] if STAND_IN else ("ddp", "fsdp", "zero3"):
+        flags = ["--max_train_steps", 30, "--per_device_train_batch_size", 8, "--dropout", 0.1]
+        calm = checks.run(BERT, yaml, *flags)
+        here = ["--output_dir", checks.folder / f"stopped-{yaml}"]
+        spy = {"SPY_SCRIPT": Path(BERT).stem, "SPY_SIGNAL": "SIGUSR1 0 20",
+               "SPY_DIR": str(checks.folder)}
+        stopped = checks.run(BERT, yaml, *flags, *here, env=spy)
+        status = stopped.get("status")
+        left = subprocess.run(["pgrep", "-f", str(here[1])], capture_output=True, text=True).stdout
+        checks.add(f"SIGUSR1 under {yaml}", f"{status} after step {stopped.get('steps')}, "
+                   f"{len(left.split())} processes left", status == "preempted" and not left)
+        resumed = checks.run(BERT, yaml, *flags, *here, "--resume")
+        checks.compare(f"resumed in mid-epoch under {yaml}", resumed, calm["losses"], 1e-4)
+
+
+def check_weights(runs, checks):
+    """The saved models have the same names and dtypes under every strategy."""
+    for script in (MNIST, BERT):
+        kinds = {yaml: {name: str(weight.dtype) for name, weight in load_file(
+            run["at"] / "model.safetensors").items()}
+            for (name, yaml, precision), run in runs.items()
+            if name == script and precision == "bf16" and not run["code"]}
+        same = len({json.dumps(kind, sort_keys=True) for kind in kinds.values()}) == 1
+        checks.add(f"saved {short(script)} of bf16 runs", f"names and dtypes of {', '.join(kinds)}",
+                   same)
+
+
+def check_compile(checks):
+    """Widths differ, and torch gives up after 8 compilations if each width needs one."""
+    flags = ["--max_train_steps", STEPS, "--dropout", 0, "--per_device_train_batch_size", 4]
+    eager = checks.run(BERT, "baseline", *flags)
+    backend = "eager" if STAND_IN else "inductor"
+    run = checks.run(BERT, "baseline", *flags, launcher=["--dynamo_backend", backend])
+    checks.compare(f"compiled by {backend}", run, eager["losses"], 1e-3)
+    checks.add("what the record says of it", str(run.get("dynamo")), run.get("dynamo") == backend)
+
+
+def check_time(checks):
+    """100 steps take as much longer than 50 as 50 steady steps take."""
+    seconds, rates = [], []
+    for steps in (50, 100):
+        run = checks.run(BERT, "baseline", "--max_train_steps", steps,
+                         "--per_device_train_batch_size", 8)
+        seconds.append(run["seconds"]["train"])
+        rates.append(run["samples_per_second"])
+    ratio = (seconds[1] - seconds[0]) / (50 * 8 / rates[1])
+    checks.add("time of 50 steps", f"{seconds[1] - seconds[0]:.2f} s more for 100 steps than for "
+               f"50, {ratio:.2f} of 50 steady steps", STAND_IN or 0.9 < ratio < 1.1)
+
+
+def check_memory(runs, checks):
+    """The peak of training beside what the formulas count: parameters, gradients, states and
+    activations; on top come attention's and the head's, and what the allocator rounds up.
+    """
+    run = runs[BERT, "baseline", "no"]
+    work, [rank] = run["workload"], run["ranks"]
+    held = report.bytes_held("baseline", run["parameters"], 1) / 1e6
+    acts = report.bytes_of_activations(8 * work["sequence_length"], work["layers"],
+                                       work["hidden_size"], work["intermediate_size"]) / 1e6
+    ratio = rank["peak_memory_mb"] / (held + acts)
+    checks.add("peak memory of BERT, baseline", f"{rank['peak_memory_mb']:,.0f} MB, formula "
+               f"{held:,.0f} + {acts:,.0f} MB: ratio {ratio:.2f}",
+               None if STAND_IN else 0.85 < ratio < 1.3)
+
+
+def check_syncs(checks):
+    """Nothing in a step waits for the GPU, but where the ranks meet."""
+    for script in (MNIST, BERT):
+        spy = {"SPY_SCRIPT": Path(script).stem, "SPY_SYNC": "1"}
+        run = checks.run(script, "baseline", "--max_train_steps", STEPS, env=spy)
+        checks.add(f"{short(script)}: no wait in a step", f"exit code {run['code']}",
+                   None if STAND_IN else run["code"] == 0)
+
+
+def check_link(checks):
+    """What two GPUs send each other."""
+    if GPUS < 2:
+        return checks.add("bandwidth between GPUs", "needs two GPUs", None)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+               "--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0",
+               "--num_processes", "2", "sbatch/check.py", "--output_dir", checks.folder / "check"]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        return checks.add("bandwidth between GPUs", done.stderr[-200:], False)
+    record = json.loads((checks.folder / "check" / "check.json").read_text())
+    rate = record["bandwidth_bytes_per_second"] / 1e9
+    return checks.add("bandwidth between GPUs", f"{rate:.1f} GB/s of all-reduce, latency "
+                      f"{record['latency_seconds'] * 1e6:.0f} us", rate > 0)
+
+
+def write_report(checks, folder, seconds):
+    """gpu-report.md and gpu-report.json."""
+    device = "a CPU, standing in for a GPU" if STAND_IN else (
+        f"{GPUS} x {torch.cuda.get_device_name()}")
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__,
+                "accelerate": accelerate.__version__, "cuda": torch.version.cuda}
+    failed = sum(row["verdict"] == "FAIL" for row in checks.rows)
+    about = {"device": device, "versions": versions, "seconds": round(seconds, 1), "failed": failed}
+    width = max(len(row["check"]) for row in checks.rows)
+    lines = [f"# {device}", "", ", ".join(f"{k} {v}" for k, v in versions.items()), "",
+             f"| {'check':{width}} | figure | verdict |", f"|{'-' * (width + 2)}|---|---|"]
+    lines += [f"| {row['check']:{width}} | {row['figure'].replace('|', '/')} | {row['verdict']} |"
+              for row in checks.rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu-report.md").write_text("\n".join(lines) + "\n")
+    (folder / "gpu-report.json").write_text(json.dumps(about | {"checks": checks.rows}, indent=1))
+    print(f"\n{device}: {len(checks.rows)} checks, {failed} failed, in {seconds:.0f} s; "
+          f"{folder}/gpu-report.md")
+    return failed
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available() and not STAND_IN:
+        print("skipped: torch sees no GPU here, so nothing was proven on one")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        checks = Checks(Path(folder))
+        runs = check_all_strategies(checks)
+        check_weights(runs, checks)
+        check_memory(runs, checks)
+        check_resume(checks)
+        check_compile(checks)
+        check_syncs(checks)
+        check_time(checks)
+        check_link(checks)
+        return min(1, write_report(checks, args.output_dir, time.monotonic() - begun))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
