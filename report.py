@@ -76,26 +76,39 @@ def bytes_of_activations(tokens, layers, hidden_size, intermediate_size):
     return 4 * tokens * layers * (8 * hidden_size + 2 * intermediate_size)
 
 
-# Peak FLOP/s without sparsity, by precision, from NVIDIA's data sheets; "no" is TF32, which the scripts turn on.
+# Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts turn
+# on for fp32; without sparsity, from NVIDIA's data sheets. The names are whole, as torch gives them:
+# an H100 PCIe or NVL is slower than the H100 of a DGX.
 # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
-# https://www.nvidia.com/en-us/data-center/h100/ and https://www.nvidia.com/en-us/data-center/h200/
-PEAK = {"A100": {"bf16": 312e12, "fp16": 312e12, "no": 156e12},
-        "H100 80GB HBM3": {"bf16": 989e12, "fp16": 989e12, "no": 494e12},
-        "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "no": 417e12},
-        "H200": {"bf16": 989e12, "fp16": 989e12, "no": 494e12}}
+# https://www.nvidia.com/en-us/data-center/h100/ h200/ and l40s/; for the RTX 4090 appendix A of
+# https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+PEAK = {
+    "NVIDIA A100-SXM4-40GB": (312e12, 156e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 156e12),
+    "NVIDIA A100-PCIE-40GB": (312e12, 156e12),
+    "NVIDIA A100 80GB PCIe": (312e12, 156e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 494e12),  # SXM
+    "NVIDIA H100 PCIe": (756e12, 378e12),
+    "NVIDIA H100 NVL": (835e12, 417e12),
+    "NVIDIA H200": (989e12, 494e12),  # SXM
+    "NVIDIA H200 NVL": (835e12, 417e12),
+    "NVIDIA L40S": (362e12, 183e12),
+    "NVIDIA GeForce RTX 4090": (165e12, 82.6e12),
+}
 
 
 def flops_utilization(row):
-    """MFU: of the devices' peak, 6 FLOPs a token and parameter of the layers: https://arxiv.org/abs/2001.08361, section
-    2.1, with its parameters, that is without embeddings; products of queries and keys are not counted.
+    """MFU: of the devices' peak, 6 FLOPs a token and parameter of the layers, without embeddings:
+    https://arxiv.org/abs/2001.08361, section 2.1. Products of queries and keys are not counted.
+    None for a device whose peak is not known, and for a model that is no transformer.
     """
-    peaks = [peak[row["precision"]] for name, peak in PEAK.items()
-             if name in row["device_name"] and row["precision"] in peak]
-    if not peaks or not row["tokens_per_second"] or pd.isna(row["layers"]):
+    peaks, precision = PEAK.get(row["device_name"]), row["precision"]
+    peak = peaks and {"bf16": peaks[0], "fp16": peaks[0], "no": peaks[1]}.get(precision)
+    if not peak or not row["tokens_per_second"] or pd.isna(row["layers"]):
         return None
     hidden = row["hidden_size"]
     parameters = row["layers"] * (4 * hidden * hidden + 2 * hidden * row["intermediate_size"])
-    return 6 * parameters * row["tokens_per_second"] / (peaks[0] * row["devices"])
+    return 6 * parameters * row["tokens_per_second"] / (peak * row["devices"])
 
 
 def step_seconds(alone, sent, bandwidth, latency):
@@ -152,6 +165,7 @@ def read_record(path, folder):
     row |= {
         "run": str(path.parent.relative_to(folder)),
         "problem": problem,
+        "dynamo": record.get("dynamo", row["dynamo"]),  # what ran; the workload has what was asked for
         "gpus_per_node": record["devices"] // record["nodes"],
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
@@ -322,17 +336,21 @@ def time_shares(trace):
     """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1: computation alone, together
     with communication, which it hides, communication alone, loading data, and none of them: Python, and idleness.
     Raises ValueError or KeyError for what is no such trace.
+
+    On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies are work, and
+    Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
     """
-    spans = {"step": [], "communication": [], "data": [], "kernel": [], "operator": []}
-    for event in json.loads(Path(trace).read_bytes())["traceEvents"]:
-        if event.get("ph") != "X":
-            continue
+    events = [event for event in json.loads(Path(trace).read_bytes())["traceEvents"] if event.get("ph") == "X"]
+    gpu_work = {"kernel", "gpu_memcpy", "gpu_memset"}
+    on_gpu = any(event.get("cat") in gpu_work for event in events)
+    annotation = "gpu_user_annotation" if on_gpu else "user_annotation"
+    spans = {"step": [], "communication": [], "data": [], "compute": []}
+    for event in events:
         name, kind = event["name"], event.get("cat")
-        key = ("step" if name.startswith("ProfilerStep") and kind == "user_annotation" else
+        key = ("step" if name.startswith("ProfilerStep") and kind == annotation else
                "communication" if name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower() else
-               "data" if name.startswith(LOADING) and kind == "user_annotation" else
-               "kernel" if kind == "kernel" else
-               "operator" if kind == "cpu_op" and name.startswith("aten::") else None)
+               "data" if name.startswith(LOADING) and kind == annotation else
+               "compute" if kind in gpu_work or not on_gpu and kind == "cpu_op" and name.startswith("aten::") else None)
         if key:
             spans[key].append((event["ts"], event["ts"] + event["dur"]))
     if not spans["step"]:
@@ -340,7 +358,7 @@ def time_shares(trace):
     start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
     clipped = {key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
                for key, value in spans.items()}
-    compute = clipped["kernel"] or clipped["operator"]  # on a GPU, an operator only launches
+    compute = clipped["compute"]
     both, communication = length(clipped["communication"] + compute), length(clipped["communication"])
     hidden = communication + length(compute) - both
     loading = length(clipped["communication"] + clipped["data"])

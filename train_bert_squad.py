@@ -588,7 +588,8 @@ def save_model(accelerator, model, tokenizer, folder):
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:  # torch.compile puts a prefix before the names
-        weights = {k.replace("_orig_mod.", ""): w.cpu().contiguous() for k, w in weights.items()}
+        weights = {k.replace("_orig_mod.", ""): w.float().cpu().contiguous()
+                   for k, w in weights.items()}
         whole = accelerator.unwrap_model(model, keep_torch_compile=False)
         whole.save_pretrained(folder, state_dict=weights)  # after a kill, --resume does it again
         whole.config.architectures = ["BertForQuestionAnswering"]  # not this script's or FSDP's
@@ -824,6 +825,13 @@ def check_launch():
     if alone and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         fail("baseline and dp are one process on one node, but this was started for several "
              "nodes: use ddp.yaml there")
+    launcher = psutil.Process().parent()
+    if launched_with("USE_DEEPSPEED") and "--dynamo_backend" in launcher.cmdline():
+        fail("accelerate launch (up to 1.15) does not hand on --dynamo_backend to a process of "
+             "DeepSpeed, so nothing would be compiled: leave it out, or use fsdp.yaml")
+    if launched_with("DEBUG_MODE") and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        fail("dp does not know bf16: DataParallel's threads would compute in fp16 (torch 2.15); "
+             "use ddp.yaml")
     if gpus and not torch.cuda.is_available():
         fail(f"{host} has {gpus} GPU(s) that torch {torch.__version__} cannot use; if its driver "
              "is too old: README, 'On a Slurm cluster', says what to install")
@@ -864,6 +872,8 @@ def make_accelerator(args):
         log_with="tensorboard" if args.with_tracking else None,
         project_dir="runs",  # replaced in Run.start, when the output directory is known
     )
+    if not accelerator.state.dynamo_plugin.dynamic:  # or each new width is compiled anew, and
+        accelerator.state.dynamo_plugin.dynamic = None  # torch gives up after 8
     if launched_with("USE_FSDP") and not gpus:
         allow_fsdp_on_cpu(accelerator)
     if accelerator.num_processes != world_size:
@@ -984,6 +994,7 @@ class Run:
         self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
         self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
         self.seconds = dict.fromkeys(("startup", "train", "eval", "total"), 0.0)
+        self.peak_memory = {"train": None, "eval": None}  # of this rank, in MB
         self.profiling, self.profiler = contextlib.ExitStack(), None
 
     def describe(self, accelerator, workload):
@@ -1075,8 +1086,17 @@ class Run:
         return steps * self.args.gradient_accumulation_steps
 
     def start_clock(self):
-        """Measure from here to the next meeting, or to the end of the evaluation."""
+        """Measure time and memory from here to the next meeting, or to an evaluation's end."""
+        take_peak_memory()
         self.clock = time.perf_counter()
+
+    def stop_clock(self, part):
+        """Add what was measured to that of "train" or "eval". Returns the seconds."""
+        seconds = time.perf_counter() - self.clock
+        self.seconds[part] += seconds
+        peaks = filter(None, [self.peak_memory[part], take_peak_memory()])
+        self.peak_memory[part] = max(peaks, default=None)
+        return seconds
 
     def end_step(self):
         """Count an optimizer step. Returns whether the ranks meet now: rarely, as it takes time."""
@@ -1099,8 +1119,7 @@ class Run:
         means = torch.stack(self.new_losses).view(-1, self.args.gradient_accumulation_steps).mean(1)
         own = torch.cat([means, means.new_tensor([len(self.stop_signals), self.pace])])
         *losses, stop, pace = accelerator.reduce(own, "mean").tolist()
-        seconds, self.new_losses = time.perf_counter() - self.clock, []
-        self.seconds["train"] += seconds
+        seconds, self.new_losses = self.stop_clock("train"), []
         if self.step == self.warm_step:
             self.warm_seconds = self.seconds["train"]
         self.pace = len(losses) / seconds  # for the next mean, which is the same on all ranks
@@ -1131,7 +1150,7 @@ class Run:
 
     def add_evaluation(self, accelerator, metrics, score, text):
         """Note the metrics of the epoch that is over. The best checkpoint has the highest score."""
-        self.seconds["eval"] += time.perf_counter() - self.clock
+        self.stop_clock("eval")
         if not math.isfinite(score):
             self.fail(f"the evaluation after step {self.step} gave {metrics}")
         self.evaluations.append(metrics)
@@ -1155,7 +1174,9 @@ class Run:
         """
         self.bar.close()
         self.profiling.close()
-        self.seconds["total"], ranks = seconds_alive(), gather_object([describe_rank()])
+        self.seconds["total"], ranks = seconds_alive(), gather_object([describe_rank(self)])
+        if gave_up_compiling():
+            self.record["dynamo"] += ", in part eager"
         samples = (self.step - self.warm_step) * self.global_batch_size
         steady = self.seconds["train"] - self.warm_seconds
         self.record |= {
@@ -1230,24 +1251,45 @@ def device_name():
     return f"CPU ({models[0] if models else platform.machine()})"
 
 
+def gave_up_compiling():
+    """Whether torch.compile met more shapes than it compiles for; it tells so only in its log."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there if nothing was compiled
+    return dynamo and any("limit exceeded" in why for why in dynamo.counters["unimplemented"])
+
+
 def seconds_alive():
     """Seconds since this process started, imports included."""
     return time.time() - psutil.Process().create_time()
 
 
-def describe_rank():
-    """Real, user and system seconds of this process, as `time` prints them; its peak memory in MB:
-    what torch allocated on its (fullest) GPU, or without a GPU the resident set.
+def take_peak_memory():
+    """The most MB that this process has held since the last call: what torch allocated on its
+    (fullest) GPU, or without a GPU the resident set; None where the system does not tell.
+    """
+    if gpus := torch.cuda.device_count():
+        peak = max(torch.cuda.max_memory_allocated(gpu) for gpu in range(gpus))
+        for gpu in range(gpus):
+            torch.cuda.reset_peak_memory_stats(gpu)
+        return round(peak / 1e6, 1)
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    with contextlib.suppress(OSError):  # where that is forbidden, the peak is of the whole run
+        Path("/proc/self/clear_refs").write_text("5")  # see man 5 proc
+    return found and round(int(found[1]) * 1024 / 1e6, 1)
+
+
+def describe_rank(run):
+    """Real, user and system seconds of this process, as `time` prints them; its peak memory in MB,
+    without what start-up and saving need.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    memory = [torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())]
     return {
         "rank": PartialState().process_index,
         "host": socket.gethostname(),
         "real": round(seconds_alive(), 3),
         "user": round(usage.ru_utime, 3),
         "sys": round(usage.ru_stime, 3),
-        "peak_memory_mb": round(max(memory, default=usage.ru_maxrss * 1024) / 1e6, 1),
+        "peak_memory_mb": run.peak_memory["train"],
+        "peak_eval_memory_mb": run.peak_memory["eval"],
     }
 
 

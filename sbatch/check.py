@@ -54,7 +54,7 @@ def main():
     parser.add_argument("--resume", action="store_true", help="taken for the wrappers' sake; a check measures anew")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
-    if not gpu and (torch.cuda.device_count() or Path("/dev/nvidia0").exists()):
+    if not gpu and torch.cuda.device_count():
         sys.exit(f"error: {socket.gethostname()} has a GPU that torch {torch.__version__} cannot use: is the driver "
                  "too old for it? README, 'On a Slurm cluster'")
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=60))

@@ -104,10 +104,13 @@ for cell in "${cells[@]}"; do
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size $((global_batch / nodes / gpus)))
     if [ -n "$local" ]; then
         echo "$(date +%T) $run; its output goes to $folder/$run.log"
-        processes=$gpus
-        [ "$strategy" != dp ] || processes=1 # one process, and all the GPUs that it sees
         # One thread a device, the baseline included: else it would have all cores for itself.
-        OMP_NUM_THREADS=1 accelerate launch --config_file "accelerate_configs/$strategy.yaml" --main_process_port 0 \
+        environment=(OMP_NUM_THREADS=1) processes=$gpus
+        if [ "$strategy" = dp ]; then # one process, which uses all the GPUs that it sees: no more than the shape has
+            seen=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
+            environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
+        fi
+        env "${environment[@]}" accelerate launch --config_file "accelerate_configs/$strategy.yaml" --main_process_port 0 \
             --num_processes "$processes" "$script" "${flags[@]}" >"$folder/$run.log" 2>&1 ||
             echo "$run failed: $(grep -h '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
     else

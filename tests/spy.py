@@ -6,6 +6,8 @@ SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on 
             "SIGTERM all 30": every rank does; "SIGTERM+SIGUSR1 1 30": two, one after the other
 SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number 2; more than two others are an error
 SPY_TOKENS  tokenising writes this file, and then takes two minutes
+SPY_MEMORY  an evaluation holds so many MB besides
+SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
 SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only its gradients are
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
 SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folder of checkpoints for so many seconds,
@@ -14,6 +16,7 @@ SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into on
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
+SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
 SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
 """
 
@@ -89,6 +92,22 @@ def spy_on_tokens():
         return original(*args, **options)
 
     script.tokenize = tokenize
+
+
+def spy_on_memory():
+    original = script.evaluate
+
+    def evaluate(*args):
+        besides = torch.ones(int(os.environ["SPY_MEMORY"]) * 250_000)
+        return original(*args) if besides.all() else None
+
+    script.evaluate = evaluate
+
+
+def spy_on_shapes():
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = int(os.environ["SPY_SHAPES"])
 
 
 def spy_on_numbers():
@@ -213,13 +232,26 @@ def spy_on_steps():
     script.Run.end_step = end_step
 
 
+def spy_on_syncs():
+    original = script.Run.end_step
+
+    def end_step(self):
+        meeting = original(self)
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default" if meeting else "error")
+        return meeting
+
+    script.Run.end_step = end_step
+
+
 def spy_on_plain_accelerate():
     script.Accelerator = lambda **options: accelerate.Accelerator()
 
 
 SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": spy_on_bytes,
          "SPY_LATE": spy_on_the_disk, "SPY_EVAL": spy_on_evaluation, "SPY_TOKENS": spy_on_tokens,
-         "SPY_NAN": spy_on_numbers, "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps,
+         "SPY_MEMORY": spy_on_memory, "SPY_SHAPES": spy_on_shapes, "SPY_NAN": spy_on_numbers,
+         "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps, "SPY_SYNC": spy_on_syncs,
          "SPY_PLAIN": spy_on_plain_accelerate}  # fmt: skip
 
 if __name__ == "__main__":

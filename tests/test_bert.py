@@ -285,15 +285,30 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
 
 @pytest.mark.slow
 def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
-    """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++ compiler."""
-    for strategy, precision, dynamo in (("ddp", "bf16", "no"), ("zero2", "bf16", "no"), ("fsdp", "bf16", "no"),
-                                        ("baseline", "no", "eager")):  # fmt: skip
+    """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++ compiler. The weights
+    that a run leaves have the same dtype under every strategy."""
+    for strategy, precision, dynamo in (("ddp", "bf16", "no"), ("zero2", "bf16", "no"), ("zero3", "bf16", "no"),
+                                        ("fsdp", "bf16", "no"), ("baseline", "no", "eager"), ("ddp", "no", "eager"),
+                                        ("fsdp", "no", "eager")):  # fmt: skip
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
         batch = 16 if strategy == "baseline" else 8
-        result = launch(strategy, SCRIPT, tmp_path / strategy, *flags(batch), launcher=launcher)
+        result = launch(strategy, SCRIPT, tmp_path / (strategy + precision), *flags(batch), launcher=launcher)
         assert (result.record["precision"], result.record["dynamo"]) == (precision, dynamo)
         assert result.losses == pytest.approx(baseline.losses, rel=0.05 if precision == "bf16" else 1e-5)
         assert result.weights.keys() == baseline.weights.keys()
+        assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "ddp", "fsdp"])
+def test_every_width_is_compiled_once_and_the_record_tells_if_not(strategy, tmp_path):
+    """Batches of BERT differ in width. torch compiles for 8 shapes, and would run all others uncompiled."""
+    few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
+    launcher = ["--dynamo_backend", "eager"]
+    result = launch(strategy, SCRIPT, tmp_path / "run", *few, launcher=launcher)
+    assert result.record["dynamo"] == "eager" and "recompile_limit" not in result.err + result.out
+    if strategy == "baseline":
+        result = launch(strategy, SCRIPT, tmp_path / "no", *few, launcher=launcher, env={"SPY_SHAPES": "1"})
+        assert result.record["dynamo"] == "eager, in part eager"
 
 
 # ------------------------------------------------------------------------------------------------------- real data

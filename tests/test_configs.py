@@ -21,6 +21,7 @@ FORBIDDEN = set("""rdzv_backend same_network machine_rank num_machines main_proc
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # from DataLoader and Accelerator
 JSON_KEYS = {
     *AUTO,
+    "bf16",  # on by the launcher's --mixed_precision; the JSON says what DeepSpeed checks then
     "gradient_clipping",  # none, where accelerate and DeepSpeed have a default of 1
     "zero_optimization",  # the strategy
     "timers",  # that of the throughput would stop the GPU at every step
@@ -60,6 +61,8 @@ def json_faults(text):
     found += [f"{key} is not auto, so it is not the script's" for key in AUTO if config.get(key) != "auto"]
     if config.get("gradient_clipping") != 0.0:
         found.append("gradient_clipping is not 0.0, so ZeRO would train otherwise than DDP")
+    if config.get("bf16") != {"enabled": "auto", "check_grad_overflow": False}:
+        found.append("bf16 is not the launcher's, or bad gradients are skipped silently")
     if config.get("timers") != {"throughput": {"enabled": False}}:
         found.append("timers has more than that of the throughput, off")
     return found
@@ -116,6 +119,7 @@ def test_deepspeeds_json_holds_the_strategy_only(stage):
     ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "DeepSpeed has no zero_optimization.overlap_com"),
     ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
     ({"timers": {}}, "timers has more"),
+    ({"bf16": {"enabled": True}}, "bf16 is not the launcher's"),
 ])  # fmt: skip
 def test_a_bad_key_of_a_json_is_found(change, fault):
     text = json.dumps(json.loads((ROOT / "accelerate_configs" / "zero2.json").read_text()) | change)

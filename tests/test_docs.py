@@ -77,15 +77,18 @@ def test_the_formulas_are_those_of_report_py(parameters):
 def test_the_table_of_deepspeeds_settings_is_that_of_the_jsons():
     """All that they set, but for the stage and what is "auto"; and DeepSpeed's defaults."""
     from deepspeed.runtime.config import GRADIENT_CLIPPING_DEFAULT
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     defaults = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    defaults["check_grad_overflow"] = DeepSpeedBF16Config().check_grad_overflow
     defaults |= {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, "timers": True, "overlap_comm": False}
     settings = {}
     for stage in (2, 3):
         config = json.loads((ROOT / "accelerate_configs" / f"zero{stage}.json").read_text())
-        settings |= config.pop("zero_optimization") | config | {"timers": config["timers"]["throughput"]["enabled"]}
-    settings = {name: value for name, value in settings.items() if value != "auto" and name != "stage"}
+        settings |= config.pop("zero_optimization") | config.pop("bf16") | config
+        settings["timers"] = config["timers"]["throughput"]["enabled"]
+    settings = {name: value for name, value in settings.items() if value != "auto" and name not in ("stage", "enabled")}
 
     def number(cell):
         cell = cell.split(" in ")[0].replace(",", "").replace(" million", "000000")

@@ -507,3 +507,14 @@ def test_make_sweep_at_an_odd_path(tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
     started = (root / "started").read_text().splitlines()
     assert started.count("accelerate launch") == 4 and started[-1] == "python report.py"
+
+
+def test_check_runs_where_a_gpu_was_not_granted(tmp_path):
+    """A node's GPU shows as /dev/nvidia0 to a job that asked for none: such a job runs on the CPU."""
+    own, dev = tmp_path / "own", shlex.quote(str(tmp_path / "dev"))
+    kept = "for name in null zero urandom; do touch $name && mount --bind /dev/$name $name || exit; done"
+    setup = f"mkdir {dev} && cd {dev} && {kept}; touch nvidia0 && mkdir shm && mount --rbind . /dev"
+    words = [*namespaces(setup), sys.executable, str(ROOT / "sbatch/check.py"), "--output_dir", str(own)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "one process has nobody to talk to" in done.stdout, done.stderr
+    assert json.loads((own / "check.json").read_text())["processes"] == 1

@@ -32,6 +32,13 @@ def test_launched_and_forked_ranks_train_alike(strategy, launched, tmp_path):
     assert len(real["loss_history"]) == 12 and len(real["ranks"]) == (1 if strategy in ("baseline", "dp") else 2)
 
 
+def test_deepspeed_and_dynamo_is_one_line(tmp_path):
+    """accelerate would drop the flag silently."""
+    launcher = ["--dynamo_backend", "eager"]
+    result = launch("zero3", SCRIPT, tmp_path / "run", *FLAGS, launcher=launcher, ok=False, real=True)
+    assert "does not hand on --dynamo_backend" in result.error_line() and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("with_json", [True, False])
 def test_a_copy_of_script_yaml_and_json_runs_from_any_folder(with_json, tmp_path):
     """And without the JSON that the YAML names, it says so in one line."""

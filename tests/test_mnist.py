@@ -81,6 +81,26 @@ def test_a_gpus_way_with_lstm_weights_does_no_harm(baseline, tmp_path):
     assert {name.split("_orig_mod.")[-1] for name in saved} == set(baseline.weights) == set(compiled.weights)
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
+    """Whatever autocast makes of an LSTM: on CUDA it is fp16 (AutocastRNN.cpp), on a CPU what was asked for."""
+    model = script.RowLSTM(8, 16, 0.0)
+    model.lstm.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[0].dtype))
+    for weights in (torch.float32, precision):
+        seen, model = [], model.to(weights)
+        with torch.autocast("cpu", precision):
+            logits = model(torch.rand(4, 8, 8))
+        assert seen == [weights] and logits.dtype == precision
+        logits.float().sum().backward()
+
+
+def test_memory_is_that_of_training_and_of_evaluation(tmp_path):
+    """An evaluation holds 400 MB more than training does, also than the epoch after it."""
+    flags, env = ["--dataset", "digits", "--num_epochs", 2], {"SPY_MEMORY": "400"}
+    [rank] = launch("baseline", SCRIPT, tmp_path, *flags, env=env).record["ranks"]
+    assert 100 < rank["peak_memory_mb"] < rank["peak_eval_memory_mb"] - 300
+
+
 def test_dp_is_the_baseline_on_one_device_and_says_so(baseline, tmp_path):
     result = launch("dp", SCRIPT, tmp_path, *SAME_RUN)
     assert result.record["strategy"] == "dp" and result.record["devices"] == 1
@@ -239,6 +259,7 @@ def test_processes_that_would_train_alone(tmp_path):
     ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
     ({"SLURM_STEP_NUM_NODES": "2"}, 0, "one process on one node"),
     ({}, 3, "3 GPU(s) that torch"),  # a driver too old for torch
+    ({"ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "dp does not know bf16"),
 ])  # fmt: skip
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

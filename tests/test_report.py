@@ -231,9 +231,21 @@ def test_mfu_by_hand():
     row = {"device_name": "NVIDIA A100-SXM4-80GB", "precision": "bf16", "tokens_per_second": 1e5, "devices": 2,
            "layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
     assert report.flops_utilization(row) == pytest.approx(6 * 1e8 * 1e5 / 624e12)
-    assert report.flops_utilization(row | {"device_name": "CPU (x86_64)"}) is None
-    assert report.flops_utilization(row | {"tokens_per_second": None}) is None
-    assert report.flops_utilization(row | {"layers": None}) is None
+    assert report.flops_utilization(row | {"precision": "no"}) == pytest.approx(6 * 1e8 * 1e5 / 312e12)
+    cpu = {"device_name": "CPU (x86_64)"}
+    for unknown in (cpu, {"tokens_per_second": None}, {"layers": None}, {"precision": "fp8"}):
+        assert report.flops_utilization(row | unknown) is None
+
+
+@pytest.mark.parametrize("name, peak", [  # bf16 without sparsity, in TFLOP/s
+    ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA A100-SXM4-40GB", 312),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835), ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 4090", 165),
+    ("NVIDIA L40", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA H100 PCIe MIG 1g.10gb", None)])
+def test_the_peak_of_a_gpu_is_never_that_of_a_longer_or_shorter_name(name, peak):
+    row = {"device_name": name, "precision": "bf16", "tokens_per_second": 1e5, "devices": 1,
+           "layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
+    assert report.flops_utilization(row) == (peak and pytest.approx(6 * 1e8 * 1e5 / (peak * 1e12)))
 
 
 def test_activations_where_they_are_known(tmp_path):
@@ -281,9 +293,31 @@ def test_time_shares_by_hand(tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps({"traceEvents": events}))
     shares = report.time_shares(tmp_path / "cpu.json")
     assert list(shares.values()) == pytest.approx([0.2, 0.2, 0.3, 0.1, 0.2])
-    gpu = events[:4] + [event("gemm", "kernel", 3, 7), event("ncclDevKernel_AllReduce", "kernel", 5, 8)]
-    (tmp_path / "gpu.json").write_text(json.dumps({"traceEvents": gpu}))
-    assert list(report.time_shares(tmp_path / "gpu.json").values()) == pytest.approx([0.2, 0.2, 0.1, 0.1, 0.4])
+
+
+def test_time_shares_on_a_gpu_by_hand(tmp_path):
+    """As Kineto writes them on CUDA: the CPU is through with both steps at 8, the GPU works on them from 2 to 18.
+
+    Loading 1, copies and kernels 3 to 7, 10 to 14 and 15 to 18, communication 5 to 10 of which two are hidden.
+    """
+    def event(name, kind, start, end):
+        return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": end - start}
+
+    loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    cpu = [event("ProfilerStep#12", "user_annotation", 0, 4), event("ProfilerStep#13", "user_annotation", 4, 8),
+           event(loader, "user_annotation", 0, 2), event("aten::mm", "cpu_op", 2, 8),
+           event("cudaLaunchKernel", "cuda_runtime", 2, 3)]
+    gpu = [event("ProfilerStep#12", "gpu_user_annotation", 2, 10), event(loader, "gpu_user_annotation", 2, 3),
+           event("ProfilerStep#13", "gpu_user_annotation", 10, 18), event("vectorized_gather_kernel", "kernel", 2, 3),
+           event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 3, 4), event("gemm", "kernel", 4, 7),
+           event("nccl:all_reduce", "gpu_user_annotation", 5, 10),
+           event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 5, 10),
+           event("Memset (Device)", "gpu_memset", 10, 11), event("gemm", "kernel", 11, 14),
+           event("gemm", "kernel", 15, 18)]
+    (tmp_path / "gpu.json").write_text(json.dumps({"traceEvents": cpu + gpu}))
+    shares = report.time_shares(tmp_path / "gpu.json")
+    parts = {"computation": 9, "both at once": 2, "communication": 3, "loading data": 1, "neither": 1}
+    assert shares == pytest.approx({name: part / 16 for name, part in parts.items()})
 
 
 @pytest.mark.slow

@@ -154,6 +154,11 @@ def test_check_measures_the_link(cluster, tmp_path):
     assert 1e-6 < record["latency_seconds"] < 0.1 and 1e7 < record["bandwidth_bytes_per_second"] < 1e12
 
 
+def test_a_full_check_says_where_there_is_no_gpu(cluster, tmp_path):
+    words = ["--nodes=1", "sbatch/check.sh", "--full", "--output_dir", tmp_path / "gpu"]
+    assert "skipped: torch sees no GPU" in finish(cluster, tmp_path, submit(cluster, tmp_path, *words))
+
+
 def test_two_jobs_never_write_into_one_folder(cluster, project, tmp_path):
     """The second finds the name of the first, which Slurm still knows: here, one that waits to be started."""
     waiting = submit(cluster, tmp_path, "--hold", "sbatch/1node.sh", "probe.py", cwd=project)
@@ -229,3 +234,16 @@ def test_local_sweep_outlives_a_run_that_fails(tmp_path):
     assert "ddp-1x2-r1 failed: error: the global batch of 2000" in done.stdout
     report = (tmp_path / "s" / "report.md").read_text()
     assert "ddp-1x2-r1 (ddp, 1 x 2): failed or missing: see ddp-1x2-r1.log" in report and "baseline" in report
+
+
+@pytest.mark.parametrize("seen, used", [(None, "0,1"), ("3,5,6", "3,5"), ("7", "7")])
+def test_a_local_sweep_gives_dp_the_gpus_of_its_shape(tmp_path, seen, used):
+    """There is no GPU here: `python` says that there are four, and `accelerate` writes down which it may see."""
+    for name, does in (("python", "exit 0"), ("accelerate", f'echo "$CUDA_VISIBLE_DEVICES" >>{tmp_path}/seen')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONDA_PREFIX": "set, so that site.sh takes no .venv"}
+    env |= {"CUDA_VISIBLE_DEVICES": seen} if seen else {}
+    subprocess.run(["sbatch/sweep.sh", "--local", "--repeats", "1", "--strategies", "dp ddp",
+                    "--output_dir", tmp_path / "sweep", *DIGITS[:3]], cwd=ROOT, env=env)
+    assert (tmp_path / "seen").read_text() == f"{used}\n{seen or ''}\n"

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import threading
 
 import pytest
 import torch
@@ -130,3 +131,33 @@ def test_ddp_warns_of_a_name_that_accelerate_gives_it(tmp_path):
 
     new = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
     assert "broadcast_buffers" in new and "forward_sync_buffers" not in new
+
+
+def test_accelerate_drops_dynamo_under_deepspeed():
+    """check_launch; `accelerate launch` hands it on to all others."""
+    from accelerate.utils import launch as launching
+
+    assert "DYNAMO" in inspect.getsource(launching.prepare_multi_gpu_env)
+    assert "DYNAMO" not in inspect.getsource(launching.prepare_deepspeed_cmd_env)
+
+
+def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
+    """make_accelerator: what the launcher sets is False, and torch's own default is None."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    assert TorchDynamoPlugin().dynamic is False
+
+
+def test_dataparallels_threads_forget_the_dtype_of_autocast():
+    """check_launch: what a thread finds is CUDA's default, fp16, and DataParallel tells it nothing else."""
+    assert "dtype" not in inspect.getsource(sys.modules["torch.nn.parallel.parallel_apply"])
+    before, found = torch.get_autocast_dtype("cuda"), []
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_autocast_dtype("cuda", before)
+    assert found == [torch.float16]
