@@ -35,9 +35,10 @@ def test_a_difference_is_a_failed_check(tmp_path, capsys):
     assert json.loads((tmp_path / "report" / "gpu-report.json").read_text())["failed"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_its_checks_with_a_cpu_standing_in(tmp_path):
-    """The report never says that it saw a GPU."""
+    """Three minutes: `pytest -m matrix tests/test_gpu.py` after a change of tests/gpu.py. The report never says that
+    it saw a GPU."""
     done = prove(tmp_path, TEST_GPU_STAND_IN="cpu")
     record = json.loads((tmp_path / "gpu-report.json").read_text())
     assert done.returncode == 0 and record["failed"] == 0, done.stdout + done.stderr
