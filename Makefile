@@ -77,7 +77,10 @@ lint: dev  ## check the style
 bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, takes minutes
 	$(BIN)/python benchmarks/mnist.py
 
+bench-gpu: dev  ## measure BERT-base on one GPU in bf16, beside transformers' Trainer; from the Hub, or its cache
+	$(BIN)/python benchmarks/bert.py --gpu $(BENCH)
+
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults test-gpu lint bench clean
+.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults test-gpu lint bench bench-gpu clean

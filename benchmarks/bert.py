@@ -2,10 +2,12 @@
 transformers' Trainer, in random order or grouped by length, and n-best loops over the logits.
 
     python benchmarks/bert.py --model DIR --train_file JSON --validation_file JSON
+    python benchmarks/bert.py --gpu    # BERT-base and SQuAD from the Hub, in bf16
 
 Every comparison has the same model, questions, windows, batch, precision and number of threads, and
-runs its sides by turns within one call, as machines are shared and noisy. On the CPU only. On two
-cores, speed at batch 8 takes 15 minutes, at batch 32 more, F1 and answers half an hour.
+runs its sides by turns within one call, as machines are shared and noisy. On two CPU cores, speed
+at batch 8 takes 15 minutes, at batch 32 more, F1 and answers half an hour. With --gpu it is on one
+GPU, with MFU and memory, and speed only.
 """
 
 import argparse
@@ -20,6 +22,8 @@ import numpy as np
 import torch
 from side_by_side import record, role, row
 
+import report
+
 SCRIPT = "train_bert_squad.py"
 
 
@@ -28,7 +32,7 @@ def load_inputs(args):
     import train_bert_squad as script
 
     return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, train_file=args.train_file,
+        model_name_or_path=args.model, train_file=args.train_file, hub_name="rajpurkar/squad",
         validation_file=args.validation_file, version_2_with_negative=False,
         max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
 
@@ -62,9 +66,12 @@ def make_trainer(args, **settings):
     transformers.set_seed(0)
     arguments = transformers.TrainingArguments(
         output_dir=args.output, num_train_epochs=1, per_device_train_batch_size=args.batch,
-        learning_rate=args.learning_rate, use_cpu=True, dataloader_pin_memory=False,
-        report_to="none", save_strategy="no", logging_strategy="no", **settings)
-    model = transformers.AutoModelForQuestionAnswering.from_pretrained(args.model, config=config)
+        learning_rate=args.learning_rate, use_cpu=not args.gpu, bf16=args.gpu,
+        dataloader_pin_memory=args.gpu, report_to="none", save_strategy="no",
+        logging_strategy="no", **settings)
+    auto = transformers.AutoModelForQuestionAnswering
+    model = (auto.from_config(config) if args.from_scratch else
+             auto.from_pretrained(args.model, config=config))
     return transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate), shapes
 
 
@@ -76,7 +83,9 @@ def train_by_trainer(args):
         def on_train_begin(self, *_, **__):
             self.start = time.perf_counter()
 
-        def on_step_end(self, *_, **__):
+        def on_train_end(self, *_, **__):
+            if args.gpu:
+                torch.cuda.synchronize()
             self.seconds = time.perf_counter() - self.start
 
     settings = {"max_grad_norm": 0}  # no clipping: the script has none
@@ -89,7 +98,9 @@ def train_by_trainer(args):
     trainer.add_callback(stopwatch)
     trainer.train()
     assert all(batch == args.batch for batch, _ in shapes), "not the features of the script"
-    return {"seconds": stopwatch.seconds, "places": sum(batch * width for batch, width in shapes)}
+    memory = torch.cuda.max_memory_allocated() / 1e6 if args.gpu else None
+    return {"seconds": stopwatch.seconds, "places": sum(batch * width for batch, width in shapes),
+            "memory": memory}
 
 
 def save_trainers_model(args):
@@ -222,12 +233,21 @@ def fill_batches(args, batch):
 def compare_speed(args, batch, train_by_script, trainer):
     """Print a table: an epoch of the same features on each side. Every step is timed."""
     questions, features, tokens = fill_batches(args, batch)
+    works = []  # records of the script
 
     def script():
         run = train_by_script(batch, questions)
         assert run["tokens"] == tokens and run["steps"] * batch == features
         places = tokens / (1 - run["padding_share"])
-        return {"seconds": run["seconds"]["train"], "places": places}
+        works.append(run)
+        return {"seconds": run["seconds"]["train"], "places": places,
+                "memory": run["ranks"][0]["peak_memory_mb"]}
+
+    def utilization(seconds):
+        """MFU, of the tokens without padding; "" on devices whose peak is not known."""
+        share = report.flops_utilization(works[0] | works[0]["workload"] | {
+            "tokens_per_second": tokens / seconds})
+        return f"{share:.1%}" if share else ""
 
     sides = {
         SCRIPT: script,
@@ -245,16 +265,18 @@ def compare_speed(args, batch, train_by_script, trainer):
 
     print(f"\nBatch {batch}: {features} features of {questions} questions, {tokens:,} tokens "
           f"without padding, {args.repeats} times\n")
-    print("| side | features/s | tokens/s | tokens and padding/s | padding | the script / this |\n"
-          "|---|---|---|---|---|---|")
+    print("| side | features/s | tokens/s | tokens and padding/s | padding | the script / this "
+          "| MFU | peak MB |\n|---|---|---|---|---|---|---|---|")
     for name, runs in runs_of.items():
         rates = [[amount / run["seconds"] for run in runs] for amount in (features, tokens)]
         rates += [[run["places"] / run["seconds"] for run in runs]]
         padding = statistics.median(1 - tokens / run["places"] for run in runs)
         faster = [run["seconds"] / own["seconds"]
                   for run, own in zip(runs, runs_of[SCRIPT], strict=True)]
-        print(f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} |",
-              flush=True)
+        share = utilization(statistics.median(run["seconds"] for run in runs))
+        memory = f"{max(run['memory'] for run in runs):,.0f}" if args.gpu else ""
+        print(f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} | "
+              f"{share} | {memory} |", flush=True)
 
 
 def compare_scores(args, train_by_script, trainer):
@@ -281,13 +303,15 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", required=True, help="a pretrained BERT, as --model_name_or_path of the script")
-    add("--train_file", required=True, help="SQuAD's training questions")
-    add("--validation_file", required=True, help="SQuAD's validation questions")
+    add("--gpu", action="store_true", help="compare speed on one GPU, in bf16")
+    add("--model", default="google-bert/bert-base-uncased", help="a BERT, as --model_name_or_path")
+    add("--from_scratch", action="store_true", help="random weights, which train as fast")
+    add("--train_file", help="SQuAD's training questions (without: from the Hub)")
+    add("--validation_file", help="SQuAD's validation questions")
     add("--repeats", type=int, default=3, help="of each comparison (default: %(default)s)")
-    add("--batches", type=int, nargs="*", default=[8, 32],
-        help="batch sizes whose speed is compared (default: 8 32)")
-    add("--questions", type=int, default=600, help="to compare speed on (default: %(default)s)")
+    add("--batches", type=int, nargs="*",
+        help="batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)")
+    add("--questions", type=int, help="to compare speed on (default: 600; with --gpu: 4000)")
     add("--epoch_questions", type=int, default=4000,
         help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)")
     add("--learning_rate", type=float, default=1e-4)
@@ -296,29 +320,46 @@ def main():
     add("--grouped", action="store_true", help=argparse.SUPPRESS)
     add("--output", default=tempfile.gettempdir(), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.batches = args.batches or ([8, 16, 32, 64] if args.gpu else [8, 32])
+    args.questions = args.questions or (4000 if args.gpu else 600)
     for name in ("model", "train_file", "validation_file"):
-        setattr(args, name, str(Path(getattr(args, name)).resolve()))
+        if Path(getattr(args, name) or "").exists():
+            setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
     if args.role:
         return print("number:", json.dumps(ROLES[args.role](args)))
+    if args.gpu and not torch.cuda.is_available():
+        return print("skipped: torch sees no GPU here, so nothing was measured on one")
     cores = len(os.sched_getaffinity(0))
-    os.environ |= {"OMP_NUM_THREADS": str(cores), "CUDA_VISIBLE_DEVICES": "",
-                   "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    files = ["--train_file", args.train_file, "--validation_file", args.validation_file]
+    os.environ |= {"OMP_NUM_THREADS": str(cores), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+                   "CUDA_VISIBLE_DEVICES": "0" if args.gpu else ""}
+    inputs = ["--train_file", args.train_file, "--validation_file", args.validation_file]
+    inputs = (inputs if args.train_file else []) + ["--from_scratch"] * args.from_scratch
 
     def trainer(name, batch, questions, *flags):
-        return role(__file__, name, "--model", args.model, *files, "--batch", batch,
-                    "--questions", questions, "--learning_rate", args.learning_rate, *flags)
+        return role(__file__, name, "--model", args.model, *inputs, "--batch", batch,
+                    "--questions", questions, "--learning_rate", args.learning_rate,
+                    *["--gpu"] * args.gpu, *flags)
 
     def train_by_script(batch, questions, eval_questions=1):
-        return record("baseline", SCRIPT, "--model_name_or_path", args.model, *files,
+        return record("baseline", SCRIPT, "--model_name_or_path", args.model, *inputs,
                       "--max_train_samples", questions, "--max_eval_samples", eval_questions,
                       "--per_device_train_batch_size", batch, "--learning_rate", args.learning_rate,
-                      "--num_epochs", 1)
+                      "--num_epochs", 1, precision="bf16" if args.gpu else "no")
 
-    print(f"torch {torch.__version__}, {cores} CPU cores, {cores} threads")
+    def train_lstm(batch):
+        run = record("baseline", "train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", 60,
+                     "--per_device_train_batch_size", batch, precision="bf16")
+        row(f"LSTM on digits, batch {batch}", [run["samples_per_second"]], "samples/s")
+
+    where = torch.cuda.get_device_name() if args.gpu else f"{cores} CPU cores, {cores} threads"
+    print(f"torch {torch.__version__}, {where}")
     for batch in args.batches:
         compare_speed(args, batch, train_by_script, trainer)
-    if args.epoch_questions:
+    if args.gpu:
+        print("\n| what | median | from to | target |\n|---|---|---|---|")
+        for batch in (16, 64, 256):
+            train_lstm(batch)
+    elif args.epoch_questions:
         compare_scores(args, train_by_script, trainer)
 
 

@@ -17,10 +17,11 @@ def launcher(strategy):
             f"accelerate_configs/{strategy}.yaml"]  # fmt: skip
 
 
-def record(strategy, script, *flags, root=ROOT):
+def record(strategy, script, *flags, root=ROOT, precision="no"):
     """The run.json of a run of a script under a strategy's YAML, both of the checkout `root`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launcher(strategy), script, "--output_dir", folder, *map(str, flags)]
+        command = [sys.executable, *launcher(strategy), "--mixed_precision", precision, script,
+                   "--output_dir", folder, *map(str, flags)]
         subprocess.run(command, cwd=root, check=True, capture_output=True)
         return json.loads((Path(folder) / "run.json").read_text())
 
