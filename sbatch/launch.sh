@@ -154,12 +154,7 @@ while kill -0 "$srun" 2>/dev/null; do
     sleep 3 &
     wait -n "$srun" $! # a signal ends this, but not srun
 done
-if kill -0 "$srun" 2>/dev/null; then
-    kill -KILL "$srun" # given up: once a node answers again, it would end what bears the step's name, the next attempt
-else
-    wait "$srun"
-    code=$?
-fi
+kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"

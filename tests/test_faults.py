@@ -132,7 +132,9 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
 
     steps = job.steps()
     starts = [i for i in range(1, len(steps)) if steps[i].process != steps[i - 1].process]
-    assert len(starts) == 1 or len(starts) > 1 and fault is reach_the_time_limit
+    # What a node could not be told, slurmctld tells it again after a minute: that the step is to end. With the default
+    # hold of two minutes that is over when the job starts again; here it may stop the next attempt, which saves.
+    assert len(starts) == 1 or starts and fault in (reach_the_time_limit, cut_the_link)
     repeated = sum(steps[i - 1].number - steps[i].number + 1 for i in starts)
     recovery = max(steps[i].time - steps[i - 1].time for i in starts)
     assert ended.record["resumed_from"] and struck < steps[starts[0]].time and recovery < 100, ended.out
