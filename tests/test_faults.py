@@ -44,7 +44,7 @@ class Job:
 
     def result(self):
         """Wait until the job is done, and return what it leaves."""
-        state, log = self.cluster.wait(self.id, timeout=300), self.folder.with_suffix(".log").read_text()
+        state, log = self.cluster.wait(self.id, timeout=600), self.folder.with_suffix(".log").read_text()
         assert state == "COMPLETED", log
         return Result(0, log, "", self.folder)
 

@@ -21,7 +21,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_difference_is_a_failed_check(tmp_path, capsys):
+def test_a_difference_is_a_failed_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "STAND_IN", True)
     checks = gpu.Checks(tmp_path)
     good = {"code": 0, "losses": [2.0, 1.0], "err": ""}
     checks.compare("same", good, [2.0, 1.00001], 1e-4)
