@@ -847,7 +847,8 @@ def device_name():
 def gave_up_compiling():
     """Whether torch.compile met more shapes than it compiles for; it tells so only in its log."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there if nothing was compiled
-    return dynamo and any("limit exceeded" in why for why in dynamo.counters["unimplemented"])
+    reasons = dynamo.counters["unimplemented"] if dynamo else ()
+    return any(re.search("limit (exceeded|reached)", reason) for reason in reasons)
 
 
 def seconds_alive():

@@ -302,6 +302,8 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
 @pytest.mark.parametrize("strategy", ["baseline", "ddp", "fsdp"])
 def test_every_width_is_compiled_once_and_the_record_tells_if_not(strategy, tmp_path):
     """Batches of BERT differ in width. torch compiles for 8 shapes, and would run all others uncompiled."""
+    if strategy == "ddp" and torch.__version__ < "2.9":
+        pytest.skip("torch 2.8 cannot compile DDP's buckets for any width")
     few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
     launcher = ["--dynamo_backend", "eager"]
     result = launch(strategy, SCRIPT, tmp_path / "run", *few, launcher=launcher)
