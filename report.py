@@ -169,7 +169,7 @@ def read_record(path, folder):
         "gpus_per_node": record["devices"] // record["nodes"],
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
-        "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in record["ranks"]),
+        "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in record["ranks"]),
         "samples_trained": record["steps"] * record["global_batch_size"],
         "log": find_log(path, record, folder),
         "torch": record["versions"]["torch"],
@@ -447,7 +447,7 @@ def describe_work(group, missing, link, predict):
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
                      | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
-                     | {"peak MB": f"{rank['peak_memory_mb']:,.0f}"} for run, rank in ranks])
+                     | {"peak MB": f"{rank['peak_memory_mb'] or math.nan:,.0f}"} for run, rank in ranks])
     if predict:
         yield from describe_prediction(group, link, predict)
 

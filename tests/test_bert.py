@@ -299,6 +299,7 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
         assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["baseline", "ddp", "fsdp"])
 def test_every_width_is_compiled_once_and_the_record_tells_if_not(strategy, tmp_path):
     """Batches of BERT differ in width. torch compiles for 8 shapes, and would run all others uncompiled."""

@@ -139,6 +139,15 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     assert "version" not in text.split("samples/s")[0] and "| ddp  " in text
 
 
+def test_a_peak_that_is_not_known_is_left_blank(tmp_path):
+    unknown = record("baseline")
+    unknown["ranks"][0]["peak_memory_mb"] = None
+    write(tmp_path / "runs", base=unknown, ddp=record("ddp", 2, 50))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    assert {row["strategy"]: row["peak_memory_mb"] for row in rows} == {"baseline": "", "ddp": "501.0"}
+    assert "skipped" not in text and "None" not in text
+
+
 def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     folder = tmp_path / "runs"
     write(folder, base=record("baseline"), good=record("ddp", 2, 50),
