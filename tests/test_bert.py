@@ -119,6 +119,7 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
         print(f"{strategy} rank {rank}: " + ", ".join(f"{name} {held[name] / psi:.2f}" for name in expected))
 
 
+@pytest.mark.slow
 def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
     results = [baseline, *(runs(strategy) for strategy in STRATEGIES)]
     command = [sys.executable, "tests/reload.py", QUESTIONS, "128", "32", *(str(result.folder) for result in results)]
@@ -269,6 +270,7 @@ def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
 # -------------------------------------------------------------------------------------- other data, other precision
 
 
+@pytest.mark.slow
 def test_unanswerable_questions_get_no_answer(tmp_path):
     """SQuAD v2.0: after some epochs on the tiny data, most questions without an answer are recognised."""
     data = ROOT / "tests" / "data" / "squad_v2.json"
