@@ -104,7 +104,6 @@ def parse_args():
     if bool(args.train_file) != bool(args.validation_file):
         parser.error("--train_file and --validation_file go together: give both, or none for SQuAD "
                      "from the Hub")
-    args.hub_name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     return args
 
 
@@ -119,7 +118,7 @@ def read_questions(args, split):
     train = split == "train"
     path = args.train_file if train else args.validation_file
     limit = args.max_train_samples if train else args.max_eval_samples
-    name, questions = path or args.hub_name, {}
+    name, questions = path or hub_name(args), {}
     for row in read_squad(path) if path else read_hub(name, split):
         if limit and len(questions) == limit:
             break
@@ -183,6 +182,11 @@ def read_squad(path):
         raise Fault(f"{path}: {place} has no {key}") from None
     except (TypeError, AttributeError) as problem:
         raise Fault(f"{path}: {place} is not in SQuAD's form: {problem}") from None
+
+
+def hub_name(args):
+    """The name on the Hub of the questions that are used when no files are given."""
+    return "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
 
 
 def read_hub(name, split):
@@ -630,7 +634,7 @@ def describe_workload(args, config, train_features, eval_features):
     """What the record says of model and data; a resumed run must have the same again."""
     return {
         "model": Path(args.model_name_or_path).name + ", from scratch" * args.from_scratch,
-        "dataset": Path(args.train_file).name if args.train_file else args.hub_name,
+        "dataset": Path(args.train_file).name if args.train_file else hub_name(args),
         "questions": len(train_features.questions),
         "samples": len(train_features),
         "eval_questions": len(eval_features.questions),
@@ -825,8 +829,8 @@ def check_launch():
     if alone and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         fail("baseline and dp are one process on one node, but this was started for several "
              "nodes: use ddp.yaml there")
-    launcher = psutil.Process().parent()
-    if launched_with("USE_DEEPSPEED") and "--dynamo_backend" in " ".join(launcher.cmdline()):
+    launcher = psutil.Process().parent() if launched_with("USE_DEEPSPEED") else None
+    if launcher and "--dynamo_backend" in " ".join(launcher.cmdline()):
         fail("accelerate launch (up to 1.15) does not hand on --dynamo_backend to a process of "
              "DeepSpeed, so nothing would be compiled: leave it out, or use fsdp.yaml")
     if launched_with("DEBUG_MODE") and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":

@@ -418,8 +418,8 @@ def check_launch():
     if alone and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         fail("baseline and dp are one process on one node, but this was started for several "
              "nodes: use ddp.yaml there")
-    launcher = psutil.Process().parent()
-    if launched_with("USE_DEEPSPEED") and "--dynamo_backend" in " ".join(launcher.cmdline()):
+    launcher = psutil.Process().parent() if launched_with("USE_DEEPSPEED") else None
+    if launcher and "--dynamo_backend" in " ".join(launcher.cmdline()):
         fail("accelerate launch (up to 1.15) does not hand on --dynamo_backend to a process of "
              "DeepSpeed, so nothing would be compiled: leave it out, or use fsdp.yaml")
     if launched_with("DEBUG_MODE") and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":

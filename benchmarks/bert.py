@@ -32,7 +32,7 @@ def load_inputs(args):
     import train_bert_squad as script
 
     return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, train_file=args.train_file, hub_name="rajpurkar/squad",
+        model_name_or_path=args.model, train_file=args.train_file,
         validation_file=args.validation_file, version_2_with_negative=False,
         max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
 
@@ -233,19 +233,19 @@ def fill_batches(args, batch):
 def compare_speed(args, batch, train_by_script, trainer):
     """Print a table: an epoch of the same features on each side. Every step is timed."""
     questions, features, tokens = fill_batches(args, batch)
-    works = []  # records of the script
+    records = []  # of the script
 
     def script():
         run = train_by_script(batch, questions)
         assert run["tokens"] == tokens and run["steps"] * batch == features
         places = tokens / (1 - run["padding_share"])
-        works.append(run)
+        records.append(run)
         return {"seconds": run["seconds"]["train"], "places": places,
                 "memory": run["ranks"][0]["peak_memory_mb"]}
 
     def utilization(seconds):
         """MFU, of the tokens without padding; "" on devices whose peak is not known."""
-        share = report.flops_utilization(works[0] | works[0]["workload"] | {
+        share = report.flops_utilization(records[0] | records[0]["workload"] | {
             "tokens_per_second": tokens / seconds})
         return f"{share:.1%}" if share else ""
 
@@ -323,8 +323,9 @@ def main():
     args.batches = args.batches or ([8, 16, 32, 64] if args.gpu else [8, 32])
     args.questions = args.questions or (4000 if args.gpu else 600)
     for name in ("model", "train_file", "validation_file"):
-        if Path(getattr(args, name) or "").exists():
-            setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
+        value = getattr(args, name)
+        if value and Path(value).exists():  # else a name on the Hub, or none
+            setattr(args, name, str(Path(value).resolve()))
     if args.role:
         return print("number:", json.dumps(ROLES[args.role](args)))
     if args.gpu and not torch.cuda.is_available():
