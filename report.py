@@ -6,7 +6,7 @@
 
 prints the tables, and writes report.md, report.csv and plots (PNG) into the output directory. It reads nothing but the
 records that the training scripts leave, their traces (--profile), the plan of a sweep (sweep.csv) and the link that
-sbatch/check.sh measured. The formulas are the first thing in this file.
+sbatch/check.sh measured. The formulas are the first thing in this file; those of memory are in fit.py.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import matplotlib
 import pandas as pd
+
+from fit import bytes_held, bytes_of_activations, compute_dtype
 
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot  # noqa: E402  after the choice above
@@ -37,43 +39,23 @@ def efficiency(speedup, devices):
 
 def bytes_sent(strategy, parameters, devices, gloo=False):
     """Bytes that each rank sends in a step, in fp32 and without accumulation; None for what no formula is known of.
+    `strategy` is the name of a YAML.
 
     With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
-    is one of each. DDP and ZeRO-2 need both once, FSDP and ZeRO-3 gather once more, for the backward pass: section 7
-    of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that the scripts let it hold
-    at a time: the last of the forward pass are the first of the backward pass. FSDP gathers a model without layers, as
-    the LSTM, only once, which is left out here. gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its
-    place, and in ZeRO-2 a reduce, 1.5 times.
+    is one of each. DDP, ZeRO-1 and ZeRO-2 need both once. So does FSDP if it keeps what it gathered (fsdp_keep); else
+    FSDP and ZeRO-3 gather once more, for the backward pass: section 7 of https://arxiv.org/abs/1910.02054. ZeRO-3
+    spares this for the 30 million parameters that the scripts let it hold at a time: the last of the forward pass are
+    the first of the backward pass. FSDP gathers a model without layers, as the LSTM, only once, which is left out here.
+    gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-1 and ZeRO-2 a reduce, 1.5
+    times. Offloading moves bytes between a device and its host, and sends none more.
     """
     if strategy == "baseline":
         return 0
-    gathers = {"ddp": 1, "zero2": 1, "fsdp": 2, "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
-    scatters = {"zero2": 1.5, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
+    strategy = strategy.removesuffix("_offload")
+    gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp_keep": 1, "fsdp": 2,
+               "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
+    scatters = {"zero1": 1.5, "zero2": 1.5, "fsdp_keep": 2, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
-
-
-def bytes_held(strategy, parameters, devices):
-    """Bytes of parameters, gradients and Adam's two moments on each rank, in fp32; activations come on top.
-
-    16 bytes a parameter in all (4 + 4 + 8), sharded over n ranks or not: section 5 of https://arxiv.org/abs/1910.02054.
-    DeepSpeed holds one more copy of its part of the parameters, which its optimizer works on, in fp32 too.
-    """
-    sharded = {"baseline": 0, "dp": 0, "ddp": 0, "zero2": 16, "fsdp": 16, "zero3": 20}
-    whole = {"baseline": 16, "dp": 16, "ddp": 16, "zero2": 4, "fsdp": 0, "zero3": 0}
-    if strategy not in whole:
-        return None
-    return (whole[strategy] + sharded[strategy] / devices) * parameters
-
-
-def bytes_of_activations(tokens, layers, hidden_size, intermediate_size):
-    """Bytes that the layers of a transformer keep for the backward pass, in fp32, for a micro-batch of `tokens`.
-
-    Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value; attention's output; the input
-    of both normalisations, and the output of the first) and 2 of intermediate_size: what equation 1 of
-    https://arxiv.org/abs/2205.05198 counts, at 4 bytes instead of 2, with fused attention, which keeps no scores, and
-    without dropout, whose masks are 2 bytes more per token and hidden unit.
-    """
-    return 4 * tokens * layers * (8 * hidden_size + 2 * intermediate_size)
 
 
 # Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts turn
@@ -127,9 +109,10 @@ def step_seconds(alone, sent, bandwidth, latency):
 SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps", "precision",
              "dynamo", "device_name", "torch"]
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
-        "global_batch_size", "strategy_options"]
+        "global_batch_size", "strategy_options", "activation_checkpointing"]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
-FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb", "samples_trained"]
+FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb",
+           "training_memory_mb", "samples_trained"]
 NAMES = SAME_WORK + CELL + ARCHITECTURE + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
 
 
@@ -149,8 +132,26 @@ def as_time_prints(seconds):
     return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
 
 
+def name_yaml(strategy, options):
+    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from: "fsdp_keep" is "fsdp"
+    that does not reshard. The strategy itself for other options, which `differing_options` tells apart.
+    """
+    def on_host(name):
+        return (options.get(name) or {}).get("device") == "cpu"
+
+    said = {name: str(options.get(name)).lower() for name in ("reshard_after_forward", "offload_params")}
+    keeps, offloads = said["reshard_after_forward"] == "false", said["offload_params"] == "true"
+    if strategy == "fsdp" and keeps != offloads:
+        return "fsdp_keep" if keeps else "fsdp_offload"
+    offloaded = on_host("offload_optimizer"), on_host("offload_param")
+    if (strategy, *offloaded) in (("zero2", True, False), ("zero3", True, True)):
+        return f"{strategy}_offload"
+    return strategy
+
+
 def read_record(path, folder):
-    """One run.json as a row with NAMES. Raises ValueError, KeyError, TypeError or the like where it is none.
+    """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises ValueError, KeyError, TypeError or the
+    like where it is none.
 
     The last incomplete batch of an epoch is dropped, so `samples_trained` depends on the global batch a little.
     """
@@ -170,10 +171,14 @@ def read_record(path, folder):
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
         "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in record["ranks"]),
+        "training_memory_mb": max(float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
+                                  for rank in record["ranks"]),
         "samples_trained": record["steps"] * record["global_batch_size"],
         "log": find_log(path, record, folder),
         "torch": record["versions"]["torch"],
+        "strategy": name_yaml(record["strategy"], record.get("strategy_options") or {}),
         "strategy_options": json.dumps(record.get("strategy_options") or {}, sort_keys=True),
+        "activation_checkpointing": bool(record.get("activation_checkpointing")),
     }
     if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf and row["parameters"] > 0):
         raise ValueError("times and parameters have to be greater than 0")
@@ -251,7 +256,9 @@ def read_times(path):
 
 
 def make_cells(runs):
-    """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and efficiency."""
+    """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and efficiency. `shown`
+    is the strategy in words. Speedups are against a baseline that keeps its activations.
+    """
     rows = []
     for values, repeats in runs[runs["problem"] == ""].groupby(SAME_WORK + CELL, dropna=False, sort=False):
         median = repeats["seconds"].median()
@@ -264,14 +271,16 @@ def make_cells(runs):
         "repeats", "fastest", "slowest", "run", "parameters", "ranks", "log", "losses"])
     for name in ("fixed", "speedup", "efficiency"):
         cells[name] = pd.Series(dtype=object if name == "fixed" else float)
+    cells["activation_checkpointing"] = recomputing = cells["activation_checkpointing"].eq(True)  # not known is no
     for i, cell in cells.iterrows():
-        fixed, baseline = find_baseline(cell, cells)
+        fixed, baseline = find_baseline(cell, cells[~recomputing])
         if fixed:
             gain = speedup(baseline["seconds"], cell["seconds"])
             cells.loc[i, ["fixed", "speedup", "efficiency"]] = fixed, gain, efficiency(gain, cell["devices"])
     cells["shown"] = cells["strategy"]
     for _, alike in cells.groupby([*SAME_WORK, "strategy"], dropna=False):
         cells.loc[alike.index, "shown"] += differing_options(alike["strategy_options"])
+    cells.loc[recomputing, "shown"] += ", recomputing"
     cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
                     for _, cell in cells.iterrows()]
     return cells
@@ -417,32 +426,17 @@ def describe_work(group, missing, link, predict):
     lost = sorted({(run["strategy"], shape(run)) for _, run in missing.iterrows()} - timed)
     if lost:
         yield "Nothing to show of: " + ", ".join(f"{strategy} {size}" for strategy, size in lost) + "; see the end."
-    if not ((group["strategy"] == "baseline") & (group["devices"] == 1)).any():
-        yield "No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work."
+    keeping = group[~group["activation_checkpointing"]]
+    if not ((keeping["strategy"] == "baseline") & (keeping["devices"] == 1)).any():
+        yield ("No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work"
+               f"{', without --activation_checkpointing' * (len(keeping) < len(group))}.")
     elif group["speedup"].isna().any():
         yield ("Blank speedups: no baseline has the same batch per device or the same global batch and trained on as "
                "many samples (1 % more or less). With --max_train_steps it takes the same global batch; with epochs, "
                "numbers of samples that global batches divide.")
     known = group[group["parameters"].notna()]
     if len(known):
-        fp32 = (known["precision"] == "no") & (known["gradient_accumulation_steps"] == 1)
-        on_cpu = group["device_name"].iloc[0].startswith("CPU")
-        sizes = list(zip(known["strategy"], known["parameters"], known["devices"], strict=True))
-        sent = pd.Series([bytes_sent(*size, on_cpu) for size in sizes], known.index, float).where(fp32)
-        held = pd.Series([bytes_held(*size) for size in sizes], known.index, float).where(fp32)
-        tokens = known["per_device_batch_size"] * known["sequence_length"]
-        kept = bytes_of_activations(tokens, *(known[name].astype(float) for name in ARCHITECTURE)).where(fp32)
-        peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
-        yield ("What the formulas say of a rank (fp32, without accumulation; sent over gloo on a CPU). Activations are "
-               "those of the layers of a transformer, for windows of full length and without dropout; on a CPU the "
-               "libraries come on top of the memory:")
-        yield table({
-            "strategy": known["strategy"], "devices": known["devices"],
-            "parameters": show(known["parameters"], "{:,.0f}"),
-            "MB sent a step": show(sent / 1e6, "{:,.2f}"),
-            "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
-            "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
-            peak + " measured": show(known["peak_memory_mb"], "{:,.0f}")})
+        yield describe_formulas(known)
         yield "The median runs and their ranks, as `time` prints them:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
@@ -452,8 +446,44 @@ def describe_work(group, missing, link, predict):
         yield from describe_prediction(group, link, predict)
 
 
+def describe_formulas(known):
+    """What each rank of these cells sends and holds by formula, and its measured peak, as Markdown."""
+    once = known["gradient_accumulation_steps"] == 1
+    sizes = known[ARCHITECTURE].astype(float)
+    tokens = (known["per_device_batch_size"] * known["sequence_length"]).astype(float)
+    held, kept, sent = [], [], []
+    on_cpu = known["device_name"].iloc[0].startswith("CPU")
+    for i, cell in known.iterrows():
+        strategy, precision = cell["strategy"], cell["precision"]
+        size = strategy, cell["parameters"], cell["devices"]
+        simple = precision in ("no", "bf16")
+        sent.append(bytes_sent(*size, on_cpu) if precision == "no" else None)
+        held.append(bytes_held(*size, precision) if simple else None)
+        kept.append(bytes_of_activations(tokens[i], *sizes.loc[i], compute_dtype(strategy, precision),
+                                         cell["activation_checkpointing"]) if simple else None)
+    sent, held, kept = (pd.Series(values, known.index, float) for values in (sent, held, kept))
+    # With accumulation these keep whole gradients from the first micro-batch of a step to its last.
+    whole = known["strategy"].eq("zero1") | known["strategy"].str.startswith("fsdp")
+    sent, held = sent.where(once), held.where(once | ~whole)
+    peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
+    return ("What the formulas say of a rank (sent: in fp32, without accumulation, over gloo on a CPU; held: with what "
+            "is offloaded to the host). Activations are those of the layers of a transformer, for windows of full "
+            "length and without dropout. The last column is the measured peak without what the rank held before it "
+            "loaded the model: libraries and data.\n\n" + table({
+                "strategy": known["shown"], "devices": known["devices"],
+                "parameters": show(known["parameters"], "{:,.0f}"),
+                "MB sent a step": show(sent / 1e6, "{:,.2f}"),
+                "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
+                "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
+                peak + " measured": show(known["peak_memory_mb"], "{:,.0f}"),
+                "of it training's, MB": show(known["training_memory_mb"], "{:,.0f}")}))
+
+
 def describe_prediction(group, link, predict):
-    """Step time and efficiency at 2, 4, ... devices by formula, beside what was measured."""
+    """Step time and efficiency at 2, 4, ... devices by formula, beside what was measured; without activation
+    checkpointing, which makes one device's step longer.
+    """
+    group = group[~group["activation_checkpointing"]]
     base = group[(group["strategy"] == "baseline") & (group["devices"] == 1) & group["samples_per_second"].notna()
                  & (group["precision"] == "no") & (group["gradient_accumulation_steps"] == 1)]
     if not len(base):
@@ -487,7 +517,8 @@ def describe_traces(folder):
     for trace in sorted(folder.rglob("traces/profile_*.json")):
         try:
             record = json.loads((trace.parent.parent / "run.json").read_bytes())
-            rows.append({"run": str(trace.parent.parent.relative_to(folder)), "strategy": record["strategy"],
+            strategy = name_yaml(record["strategy"], record.get("strategy_options") or {})
+            rows.append({"run": str(trace.parent.parent.relative_to(folder)), "strategy": strategy,
                          "rank": trace.stem.split("_")[1]} | {k: f"{v:.0%}" for k, v in time_shares(trace).items()})
         except (ValueError, LookupError, TypeError, OSError) as reason:
             notes.append(f"skipped {trace}: no trace of a run ({type(reason).__name__}: {reason})")
@@ -496,10 +527,20 @@ def describe_traces(folder):
 
 # ------------------------------------------------------------------------------------------------------------- plots
 
-# Told apart without colour too: by marker and line. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
+# Told apart without colour too: by marker and line; a variant has the colour of its strategy. A larger marker means
+# activation checkpointing. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
 STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"), "ddp": ("#0072B2", "s", "--"),
-          "fsdp": ("#D55E00", "^", "-."), "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))),
-          "zero3": ("#CC79A7", "P", (0, (1, 1)))}
+          "zero1": ("#E69F00", "*", (0, (5, 1))),
+          "fsdp": ("#D55E00", "^", "-."), "fsdp_keep": ("#D55E00", "<", (0, (7, 2, 1, 2))),
+          "fsdp_offload": ("#D55E00", ">", (0, (2, 2))),
+          "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))), "zero2_offload": ("#009E73", "h", (0, (3, 1, 1, 1, 1, 1))),
+          "zero3": ("#CC79A7", "P", (0, (1, 1))), "zero3_offload": ("#CC79A7", "X", (0, (1, 3)))}
+
+
+def style_of(cell):
+    """Colour, marker, line and marker size, in points, of a cell's strategy."""
+    color, marker, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
+    return color, marker, line, 9 if cell["activation_checkpointing"] else 5
 
 
 def plot_work(group, folder, suffix):
@@ -535,13 +576,14 @@ def plot_work(group, folder, suffix):
         figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
         labels = set()
         for number, (cell, history) in enumerate(curves):
-            color, marker, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
-            label = f"{cell['strategy']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}"
+            color, marker, line, size = style_of(cell)
+            label = f"{cell['shown']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}"
             steps, losses = zip(*history, strict=True)
             samples = [step * cell["global_batch_size"] for step in steps]
             gap = max(1, len(steps) // 8)
-            axes.plot(samples, losses, color=color, linestyle=line, linewidth=1, marker=marker, markersize=4,
-                      markevery=(number % gap, gap), markerfacecolor="white" if cell["nodes"] > 1 else color,
+            axes.plot(samples, losses, color=color, linestyle=line, linewidth=1, marker=marker,
+                      markersize=size - 1, markevery=(number % gap, gap),
+                      markerfacecolor="white" if cell["nodes"] > 1 else color,
                       label=None if label in labels else label)
             labels.add(label)
         axes.set(xlabel="samples trained on", ylabel="training loss of a global batch")
@@ -551,20 +593,20 @@ def plot_work(group, folder, suffix):
 
 
 def plot_points(axes, group, column):
-    """A point a cell: filled on one node, half filled if the global batch is fixed, hollow on several nodes. A
-    strategy's points of one kind are joined.
+    """A point a cell: filled on one node, half filled if the global batch is fixed, hollow on several nodes. The
+    points of one kind and one variant of a strategy are joined.
     """
-    for strategy, cells in group[group[column].notna()].groupby("strategy", sort=False):
-        color, marker, line = STYLES.get(strategy, ("#56B4E9", "x", "-"))
+    for shown, cells in group[group[column].notna()].groupby("shown", sort=False):
+        color, marker, line, size = style_of(cells.iloc[0])
         kinds = [cells["nodes"] > 1, cells["fixed"].fillna("")]
         for (many, fixed), points in cells.sort_values("devices").groupby(kinds, sort=False):
             strong = fixed == "global batch"
-            label = ", ".join([strategy] + ["several nodes"] * many + ["global batch fixed"] * strong)
+            label = ", ".join([shown] + ["several nodes"] * many + ["global batch fixed"] * strong)
             line = ":" if strong else line
             x, y = list(points["devices"]), list(points[column])
             start = [1] if column in ("speedup", "efficiency") and 1 not in x else []  # the baseline's, by definition
             axes.plot(start + x, start + y, color=color, marker=marker, linestyle=line, linewidth=1, label=label,
-                      markevery=slice(len(start), None), markerfacecoloralt="white",
+                      markersize=size, markevery=slice(len(start), None), markerfacecoloralt="white",
                       fillstyle="none" if many else "left" if strong else "full")
             if column == "seconds":
                 axes.vlines(points["devices"], points["fastest"], points["slowest"], color=color, linewidth=1)

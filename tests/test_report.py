@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
+import yaml
 from conftest import ROOT, launch, run
 from test_bert import TINY
 
@@ -128,15 +129,131 @@ def test_fixed_steps_need_a_fixed_global_batch(tmp_path):
 
 
 def test_variants_of_a_strategy_are_no_repeats(tmp_path):
-    keep, free = ({"reshard_after_forward": value, "version": "2"} for value in ("false", "true"))
+    both, free = ({"reshard_after_forward": value, "offload_params": value, "version": value, "cpu": "0"}
+                  for value in ("true", "false"))  # fmt: skip
+    plain = {"reshard_after_forward": "true", "version": "2", "cpu": "0"}
+    other = plain | {"state_dict_type": "FULL_STATE_DICT"}
     write(tmp_path / "runs", base=record("baseline"), old=record("ddp", 2, 60),
-          keep=record("fsdp", 2, 50, strategy_options=keep), free=record("fsdp", 2, 80, strategy_options=free),
-          again=record("fsdp", 2, 90, strategy_options=free))  # fmt: skip
+          other=record("fsdp", 2, 70, strategy_options=other), plain=record("fsdp", 2, 80, strategy_options=plain),
+          again=record("fsdp", 2, 90, strategy_options=plain), offload=record("fsdp", 2, 95, strategy_options=both),
+          keep=record("fsdp", 2, 50, strategy_options=free))  # fmt: skip
     rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
     assert sorted((row["strategy"], row["repeats"], row["seconds"]) for row in rows) == [
-        ("baseline", "1", "100.0"), ("ddp", "1", "60.0"), ("fsdp", "1", "50.0"), ("fsdp", "2", "85.0")]
-    assert '| fsdp (reshard_after_forward: "false")' in text and '| fsdp (reshard_after_forward: "true")' in text
-    assert "version" not in text.split("samples/s")[0] and "| ddp  " in text
+        ("baseline", "1", "100.0"), ("ddp", "1", "60.0"), ("fsdp", "1", "70.0"), ("fsdp", "2", "85.0"),
+        ("fsdp_keep", "1", "50.0"), ("fsdp_offload", "1", "95.0")]
+    assert '| fsdp (state_dict_type: "FULL_STATE_DICT")' in text and "| fsdp (state_dict_type: null)" in text
+    assert "version" not in text and "cpu: " not in text and "| ddp  " in text
+    held, sent = 16 * 1000 / 2 / 1e6, 3 / 2 * 4 * 1000 / 1e6  # of fsdp_keep, over gloo
+    [formulas] = [line for line in text.splitlines() if line.startswith("| fsdp_keep") and "1,000" in line]
+    assert [cell.strip() for cell in formulas.split("|")[4:6]] == [f"{sent:.2f}", f"{held:.2f}"]
+
+
+HOST = {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize("strategy, options, expected", [
+    ("ddp", {}, "ddp"), ("zero1", {"stage": 1}, "zero1"), ("zero1", {"offload_optimizer": HOST}, "zero1"),
+    ("fsdp", {}, "fsdp"), ("fsdp", {"reshard_after_forward": "true", "offload_params": "false"}, "fsdp"),
+    ("fsdp", {"reshard_after_forward": "false"}, "fsdp_keep"),
+    ("fsdp", {"reshard_after_forward": "False", "offload_params": "true"}, "fsdp"),  # no YAML is both
+    ("fsdp", {"reshard_after_forward": "true", "offload_params": "true"}, "fsdp_offload"),
+    ("zero2", {"stage": 2, "offload_optimizer": None}, "zero2"),
+    ("zero2", {"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
+    ("zero2", {"stage": 2, "offload_optimizer": HOST}, "zero2_offload"),
+    ("zero3", {"stage": 3, "offload_optimizer": HOST}, "zero3"),
+    ("zero3", {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}, "zero3_offload")])
+def test_a_variant_has_the_name_of_its_yaml(strategy, options, expected):
+    assert report.name_yaml(strategy, options) == expected
+
+
+def test_the_yamls_are_told_apart_as_they_are():
+    """By what the files themselves say, as a record has it."""
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        config = yaml.safe_load(path.read_text())
+        strategy, options = path.stem, {}
+        if "fsdp_config" in config:
+            strategy = "fsdp"
+            options = {key.removeprefix("fsdp_"): str(value).lower() for key, value in config["fsdp_config"].items()}
+        if "deepspeed_config" in config:
+            settings = json.loads((ROOT / config["deepspeed_config"]["deepspeed_config_file"]).read_text())
+            options = settings["zero_optimization"]
+            strategy = f"zero{options['stage']}"
+        assert report.name_yaml(strategy, options) == path.stem
+        assert path.stem in report.STYLES
+
+
+def test_recomputing_is_a_variant_of_its_own(tmp_path):
+    """Shown as such, compared with the baseline that keeps its activations, and never a repeat."""
+    sizes = {"layers": 12, "hidden_size": 8, "intermediate_size": 16}
+    again = {"work": sizes, "activation_checkpointing": True}
+    write(tmp_path / "runs", again=record("baseline", seconds=125, **again), base=record("baseline", work=sizes),
+          ddp=record("ddp", 2, 50, work=sizes), ddp_again=record("ddp", 2, 80, **again))
+    rows, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    found = {row["run"]: (row["strategy"], row["activation_checkpointing"], row["repeats"], row["speedup"],
+                          row["fixed"]) for row in rows}
+    assert found == {"base": ("baseline", "False", "1", "1.0", "itself"),
+                     "again": ("baseline", "True", "1", "0.8", "batch per device"),
+                     "ddp": ("ddp", "False", "1", "2.0", "batch per device"),
+                     "ddp_again": ("ddp", "True", "1", "1.25", "batch per device")}
+    tokens = 32 * 8
+    layer = 4 * tokens * (8 * 8 + 2 * 16)
+    for name, kept in (("ddp", 12 * layer), ("ddp, recomputing", layer + 11 * 4 * tokens * 8)):
+        [line] = [line for line in text.splitlines() if line.startswith(f"| {name} ") and "1,000" in line]
+        assert line.split("|")[6].strip() == f"{kept / 1e6:.2f}"
+    write(tmp_path / "alone", again=record("baseline", **again), ddp=record("ddp", 2, 50, **again))
+    rows, text = cells_of(tmp_path / "alone", tmp_path / "out")
+    assert [row["speedup"] for row in rows] == ["", ""]
+    assert "baseline.yaml of this work, without --activation_checkpointing." in text
+
+
+def test_a_prediction_leaves_out_what_recomputes(tmp_path):
+    again = {"activation_checkpointing": True}
+    write(tmp_path / "runs", slow=record("baseline", seconds=200, batch=64, **again), base=record("baseline"),
+          ddp=record("ddp", 2, 80, **again), zero1=record("zero1", 2, 80))
+    code, out, _ = run_report(tmp_path / "runs", "--predict", 2, "--bandwidth", 1, "--latency", 1, "--output_dir",
+                              tmp_path / "out")
+    assert code == 0 and "one device's step 625.00 ms" in out
+    lines = [line.split("|") for line in out.splitlines() if "62%" in line or "100%" in line]
+    assert "zero1" in {line[1].strip() for line in lines}
+    assert not [line for line in lines if line[1].strip() == "ddp" and len(line) == 8]
+
+
+def test_bf16_has_its_own_formulas_of_memory(tmp_path):
+    """Under autocast 16 bytes a parameter, and 2 + 14 / n under ZeRO-2; what is sent has none."""
+    sizes = {"layers": 2, "hidden_size": 8, "intermediate_size": 16, "precision": "bf16"}
+    write(tmp_path / "runs", ddp=record("ddp", 2, work=sizes, parameters=10**6),
+          zero2=record("zero2", 2, work=sizes, parameters=10**6))
+    _, text = cells_of(tmp_path / "runs", tmp_path / "out")
+    shown = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[4:7]]
+             for line in text.splitlines() if "1,000,000" in line}
+    tokens = 32 * 8
+    assert shown == {"ddp": ["", "16.00", f"{tokens * 2 * (24 * 8 + 4 * 16) / 1e6:.2f}"],
+                     "zero2": ["", "9.00", f"{tokens * 2 * 2 * (8 * 8 + 2 * 16) / 1e6:.2f}"]}
+
+
+def test_plots_tell_every_rung_apart_without_colour(monkeypatch):
+    markers, lines = zip(*((marker, str(line)) for _, marker, line in report.STYLES.values()), strict=True)
+    assert len(set(markers)) == len(set(lines)) == len(report.STYLES)
+    points = {"nodes": 1, "fixed": None, "seconds": 5.0, "fastest": 5.0, "slowest": 5.0}
+    cells = [points | {"strategy": strategy, "shown": shown, "devices": devices, "activation_checkpointing": again}
+             for devices in (2, 4) for strategy, shown, again in (
+                 ("fsdp", "fsdp", False), ("fsdp_keep", "fsdp_keep", False), ("fsdp", "fsdp, recomputing", True))]
+    figure, axes = report.pyplot.subplots()
+    report.plot_points(axes, report.pd.DataFrame(cells), "seconds")
+    drawn = {line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
+             for line in axes.lines}
+    report.pyplot.close(figure)
+    assert drawn == {"fsdp": ("^", 5, [2, 4]), "fsdp_keep": ("<", 5, [2, 4]), "fsdp, recomputing": ("^", 9, [2, 4])}
+
+
+@pytest.mark.parametrize("strategy, nccl, gloo", [
+    ("baseline", 0, 0), ("ddp", 2, 2), ("zero1", 2, 2.5), ("zero2", 2, 2.5), ("zero2_offload", 2, 2.5),
+    ("fsdp_keep", 2, 3), ("fsdp", 3, 4), ("fsdp_offload", 3, 4), ("zero3", 2, 3), ("zero3_offload", 2, 3)])
+def test_bytes_sent_by_hand(strategy, nccl, gloo):
+    """In (n - 1) / n x 4 bytes a parameter."""
+    for over_gloo, passes in ((False, nccl), (True, gloo)):
+        assert report.bytes_sent(strategy, 1000, 4, over_gloo) == pytest.approx(passes * 3 / 4 * 4000)
+    assert report.bytes_sent("dp", 1000, 4) is None
 
 
 def test_a_peak_that_is_not_known_is_left_blank(tmp_path):
@@ -330,27 +447,23 @@ def test_time_shares_on_a_gpu_by_hand(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, counted", [
-    ("ddp", 2), ("fsdp", 4), pytest.param("zero2", 2.5, marks=pytest.mark.slow),
-    pytest.param("zero3", 3, marks=pytest.mark.slow)])
-def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, strategy, counted):
-    """What two nodes' network cards send in ten steps more, in (n - 1) / n x 4 bytes x parameters."""
-    def sent():
-        return sum(int(cluster.on(node, "grep", "eth0", "/proc/net/dev").split()[9]) for node in ("n1", "n2")) / 2
-
-    totals = []
-    for steps in (4, 14):  # of one epoch, so that there is one evaluation in both
-        before, folder = sent(), tmp_path / str(steps)
-        flags = [*TINY, "--per_device_train_batch_size", "8", "--max_train_steps", steps, "--output_dir", folder]
-        job = cluster.submit(f"--output={folder}.log", "sbatch/2node.sh", f"accelerate_configs/{strategy}.yaml",
-                             "train_bert_squad.py", *flags, cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
-        assert cluster.wait(job) == "COMPLETED"
-        totals.append(sent() - before)
+@pytest.mark.parametrize("name, counted", [
+    ("ddp", 2), ("fsdp", 4), ("zero1", 2.5), ("zero2", 2.5), ("zero3", 3), ("fsdp_keep", 3), ("fsdp_offload", 4),
+    ("zero2_offload", 2.5), ("zero3_offload", 3)])
+def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, name, counted):
+    """What two nodes' network cards send in ten steps, in (n - 1) / n x 4 bytes x parameters."""
+    folder = tmp_path / "run"
+    flags = [*TINY, "--per_device_train_batch_size", "8", "--max_train_steps", 14, "--output_dir", folder]
+    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    job = cluster.submit(f"--output={folder}.log", "sbatch/2node.sh", f"accelerate_configs/{name}.yaml",
+                         "tests/spy.py", *flags, cwd=ROOT, env=spying)
+    assert cluster.wait(job) == "COMPLETED"
     parameters = json.loads((folder / "run.json").read_text())["parameters"]
-    seen = (totals[1] - totals[0]) / 10
-    print(f"{strategy}: {seen / (2 * parameters):.2f} x (n - 1) / n x 4 bytes x parameters")
+    sent = [json.loads((tmp_path / f"wire_{rank}.json").read_text()) for rank in (0, 1)]
+    seen = sum(last - first for first, last in sent) / 2 / 10
+    print(f"{name}: {seen / (2 * parameters):.2f} x (n - 1) / n x 4 bytes x parameters")
     assert seen == pytest.approx(counted * 2 * parameters, rel=0.07)
-    formula = report.bytes_sent(strategy, parameters, 2, gloo=True)
+    formula = report.bytes_sent(name, parameters, 2, gloo=True)
     assert seen == pytest.approx(formula, rel=0.07)
 
 

@@ -1,0 +1,322 @@
+"""Does it fit? What a device holds while BERT trains under each YAML, by formula, before any run.
+
+    python fit.py 40GB
+    python fit.py 80GB --model bert-large --num_processes 8 --mixed_precision bf16
+    python fit.py 16GB --per_device_train_batch_size 16 --activation_checkpointing
+
+prints one row for every YAML in accelerate_configs/: what lies on each device at the peak of a step
+of train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
+are the first thing in this file. tests/test_fit.py counts what they say, on a CPU.
+
+A total is the sum of all parts. DDP, ZeRO-3 and gradient accumulation reach it. The others peak
+lower, by the gradients at most: gradients come while activations go. Left out: the CUDA context and
+the libraries' workspaces (about 1 GB), what the allocator rounds up, what attention keeps for
+itself, what DP needs to add up gradients, and that ZeRO-1 keeps whole gradients if it accumulates.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+# ---------------------------------------------------------------------------------------- formulas
+
+# Where each YAML keeps parameters, gradients and optimizer states. "whole": on each device.
+# "shard": 1/n of it on each device. "host": each process has its 1/n in the memory of the CPU.
+# Sections 5.1 to 5.3 of ZeRO, https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
+# https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the gradients as well.
+PLACES = {
+    "baseline": ("whole", "whole", "whole"),
+    "dp": ("whole", "whole", "whole"),  # on GPU 0
+    "ddp": ("whole", "whole", "whole"),
+    "zero1": ("whole", "shard", "shard"),
+    "zero2": ("whole", "shard", "shard"),
+    "zero2_offload": ("whole", "host", "host"),
+    "fsdp_keep": ("shard", "shard", "shard"),  # what it gathers and keeps is in `bytes_of_buffers`
+    "fsdp": ("shard", "shard", "shard"),
+    "fsdp_offload": ("host", "host", "host"),
+    "zero3": ("shard", "shard", "shard"),
+    "zero3_offload": ("host", "host", "host"),
+}
+BUCKET = 10_000_000  # elements: reduce_bucket_size in accelerate_configs/zero*.json
+LIVE = 30_000_000  # parameters: stage3_max_live_parameters in zero3*.json
+
+
+def compute_dtype(strategy, precision):
+    """How a forward pass computes: "no" is fp32 throughout. In "bf16" weights and activations are
+    bf16, as FSDP and DeepSpeed make them. In "autocast" weights stay fp32 and products are bf16.
+    """
+    autocast = precision == "bf16" and strategy in ("baseline", "dp", "ddp")
+    return "autocast" if autocast else precision
+
+
+def bytes_of_parts(strategy, parameters, devices, precision="no"):
+    """Bytes of parameters, gradients and states on each device, and of their parts on the host: a
+    dict of these four. `precision` is the launcher's, "no" or "bf16". Raises KeyError for a
+    strategy that has no YAML.
+
+    Parameters and gradients are fp32, 4 bytes each, and Adam's two moments are 8. DeepSpeed's
+    optimizer works on a copy of its parameters in fp32, 4 more; with that copy, parameters and
+    gradients of its bf16 are 2 each. Offloaded gradients are fp32.
+    """
+    zero = strategy.startswith("zero")
+    size = 2 if precision == "bf16" and zero else 4
+    bytes_each = size, 4 if strategy.endswith("_offload") else size, 12 if zero else 8
+    parts = dict.fromkeys(("parameters", "gradients", "states", "host"), 0)
+    for name, place, each in zip(parts, PLACES[strategy], bytes_each, strict=False):
+        share = each * parameters / (1 if place == "whole" else devices)
+        parts["host" if place == "host" else name] += share
+    return parts
+
+
+def bytes_held(strategy, parameters, devices, precision="no"):
+    """Bytes of parameters, gradients and optimizer states of each rank, those on the host included;
+    activations come on top. None for a strategy that no formula is known of.
+
+    16 bytes a parameter in fp32 (4 + 4 + 8), sharded over n ranks or not: section 5 of
+    https://arxiv.org/abs/1910.02054. `bytes_of_parts` has the rest.
+    """
+    if strategy not in PLACES:
+        return None
+    return sum(bytes_of_parts(strategy, parameters, devices, precision).values())
+
+
+def bytes_of_activations(tokens, layers, hidden_size, intermediate_size, precision="no",
+                         activation_checkpointing=False, dropout=False):  # fmt: skip
+    """Bytes that the layers of a transformer keep for the backward pass, for a micro-batch of
+    `tokens`. `precision` is what `compute_dtype` says.
+
+    Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value;
+    attention's output; the input of both normalisations, and the output of the first) and 2 of
+    intermediate_size: what equation 1 of https://arxiv.org/abs/2205.05198 counts, with fused
+    attention, which keeps no scores. That is the case on GPUs; on a CPU, only without dropout.
+    Autocast keeps the inputs of normalisations in fp32, and casts a layer's input three times, for
+    query, key and value. Dropout keeps two masks on a GPU, a byte for each element.
+
+    Activation checkpointing keeps the inputs of the layers, and one layer is computed again at a
+    time: section 5 there.
+    """
+    size = 4 if precision == "no" else 2
+    layer = tokens * size * (8 * hidden_size + 2 * intermediate_size)
+    if precision == "autocast":
+        layer = tokens * (24 * hidden_size + 4 * intermediate_size)
+    layer += 2 * tokens * hidden_size * bool(dropout)
+    if not activation_checkpointing:
+        return layers * layer
+    if precision == "autocast":  # a layer's input is fp32, and no part of what the layer keeps
+        return layers * 4 * tokens * hidden_size + layer
+    return (layers - 1) * size * tokens * hidden_size + layer
+
+
+def bytes_outside_layers(tokens, hidden_size, precision="no", dropout=False):
+    """Bytes that BERT's embeddings and the head for answers keep: the input of a normalisation with
+    dropout behind it, and the head's input. Ids, masks and logits are too small to count.
+    """
+    embeddings, head = {"no": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[precision]
+    return tokens * hidden_size * (embeddings + head + bool(dropout))
+
+
+def bytes_of_buffers(strategy, model, devices, precision="no"):
+    """Bytes of what is only there for a while, without activations: at the start of the backward
+    pass, when all activations are there, and after it, when none is left.
+
+    Autocast keeps bf16 copies of the weights of linear layers. FSDP has two gathered layers (one is
+    prefetched), the gradients of one, and the buffer that reduces them; at the end of the backward
+    pass the embeddings take three of these places. fsdp_keep has all parameters gathered. ZeRO has
+    the settings of its JSON: one or two buckets, and gathered parameters. In its step DeepSpeed
+    copies its gradients into one tensor and that into fp32, and ZeRO-2 offloads by way of a buffer
+    for the largest parameter. What is here is read in the libraries' code, and not counted, but for
+    autocast's copies.
+    """
+    parameters, embeddings, layer, weights = count_parameters(model)
+    size = 4 if precision == "no" else 2
+    step = (4 if precision == "no" else 6) * parameters / devices
+    if strategy.startswith("fsdp"):
+        gathered = parameters if strategy == "fsdp_keep" else 2 * layer
+        return size * (gathered + 2 * layer), size * 3 * embeddings
+    if strategy in ("zero1", "zero2"):
+        return size * 2 * BUCKET, step
+    if strategy == "zero2_offload":
+        largest = size * model["vocab_size"] * model["hidden_size"]
+        return size * 2 * BUCKET + largest, largest
+    if strategy.startswith("zero3"):
+        after = step if strategy == "zero3" else 0
+        return size * (BUCKET + min(parameters, LIVE)), size * BUCKET + after
+    return (0 if precision == "no" else 2 * weights), 0
+
+
+def count_parameters(model):
+    """The parameters of BERT with a head for answers and no pooler: all, those of the embeddings
+    and of one layer, which are FSDP's units, and all weights of linear layers, without biases.
+    """
+    layers, hidden, inner = (model[name] for name in SIZES[:3])
+    rows = model["vocab_size"] + model["max_position_embeddings"] + model["type_vocab_size"]
+    embeddings = rows * hidden + 2 * hidden  # 2: scale and shift of a normalisation
+    weights = 4 * hidden * hidden + 2 * hidden * inner
+    layer = weights + 4 * hidden + inner + hidden + 4 * hidden  # biases, and two normalisations
+    head = 2 * hidden
+    return embeddings + layers * layer + head + 2, embeddings, layer, layers * weights + head
+
+
+def memory_of(strategy, model, batch, length, devices, precision="no",
+              activation_checkpointing=False, dropout=False):  # fmt: skip
+    """Bytes on each device at the peak of a step with `batch` windows of `length` tokens, in parts:
+    parameters, gradients, states, buffers and activations, which add up to total, and host.
+
+    Activations include their own gradients on their way back through one layer.
+    """
+    parameters = count_parameters(model)[0]
+    parts = bytes_of_parts(strategy, parameters, devices, precision)
+    dtype, tokens = compute_dtype(strategy, precision), batch * length
+    layers, hidden, inner = (model[name] for name in SIZES[:3])
+    activations = bytes_of_activations(tokens, layers, hidden, inner, dtype,
+                                       activation_checkpointing, dropout)  # fmt: skip
+    activations += bytes_outside_layers(tokens, hidden, dtype, dropout)
+    activations += tokens * (4 if dtype == "no" else 2) * (hidden + inner)
+    before, after = bytes_of_buffers(strategy, model, devices, precision)
+    buffers = max(before, after - activations)  # the peak is before the backward pass, or after it
+    host = parts.pop("host")
+    if strategy.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
+        host += (4 if dtype == "no" else 2) * parameters / devices
+    total = sum(parts.values()) + buffers + activations
+    return parts | {"buffers": buffers, "activations": activations, "total": total, "host": host}
+
+
+def largest_batch(memory, strategy, model, *rest):
+    """The largest micro-batch whose total fits into `memory` bytes; 0 if none does. `rest` is what
+    `memory_of` takes after the batch.
+    """
+    fits, fails = 0, 1
+    while memory_of(strategy, model, fails, *rest)["total"] <= memory:
+        fits, fails = fails, 2 * fails
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if memory_of(strategy, model, middle, *rest)["total"] <= memory:
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+# ------------------------------------------------------------------------------------------- input
+
+SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
+         "max_position_embeddings", "type_vocab_size"]  # fmt: skip
+MODELS = {"bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
+          "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True))}  # fmt: skip
+
+
+def read_model(name):
+    """The SIZES of a BERT: of a name in MODELS, a config.json, or a folder with one. Raises
+    ValueError.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config["model_type"] != "bert":
+            raise ValueError(f"it is of type {config['model_type']!r}, not 'bert'")
+        model = {size: config.get(size, MODELS["bert-base"][size]) for size in SIZES}
+        for size, value in model.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{size} is {value!r}")
+    except OSError as problem:
+        raise ValueError(f"cannot read the model {name}: {problem.strerror}; give bert-base, "
+                         "bert-large, or a folder with a config.json") from None
+    except (ValueError, LookupError, TypeError) as problem:
+        raise ValueError(f"{path} is not the config of a BERT: {problem}") from None
+    return model
+
+
+def read_memory(text):
+    """Bytes from "40GB", "40 GiB" or "16000MB": GB is 10^9 bytes, GiB 2^30. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])(i?)B", text.strip(), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise ValueError(f"{text!r} is no memory such as 40GB or 80GiB")
+    return float(match[1]) * (1024 if match[3] else 1000) ** (" MGT".index(match[2].upper()) + 1)
+
+
+def parse_args():
+    """The command line. Anything wrong with it ends the program with one line."""
+    parser = argparse.ArgumentParser(
+        description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula.")
+    parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
+    add = parser.add_argument
+    add("memory", help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30)")
+    add("--model", "--model_name_or_path", default="bert-base", help="bert-base, bert-large, or a "
+        "folder with the config.json of a BERT (default: %(default)s)")
+    add("--per_device_train_batch_size", type=int, default=4, help="windows in a "
+        "micro-batch of each device (default: %(default)s)")
+    add("--max_seq_length", type=int, default=384, help="tokens in a window "
+        "(default: %(default)s)")
+    add("--num_processes", type=int, default=2, help="devices on all nodes "
+        "(default: %(default)s)")
+    add("--mixed_precision", choices=["no", "bf16"], default="no", help="as in "
+        "`accelerate launch` (default: %(default)s)")
+    add("--activation_checkpointing", action="store_true", help="compute the layers again in the "
+        "backward pass, and keep only their inputs")
+    add("--dropout", type=float, default=0.1, help="more than 0: masks are kept (default: "
+        "%(default)s)")
+    args = parser.parse_args()
+    for name in ("per_device_train_batch_size", "max_seq_length", "num_processes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} has to be 1 or more, got {getattr(args, name)}")
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout has to be at least 0 and below 1, got {args.dropout}")
+    try:
+        args.memory, args.sizes = read_memory(args.memory), read_model(args.model)
+        longest = args.sizes["max_position_embeddings"]
+        if args.max_seq_length > longest:
+            raise ValueError(f"--max_seq_length is {args.max_seq_length}, the model's longest "
+                             f"input {longest}")
+    except ValueError as problem:
+        sys.exit(f"error: {problem}")
+    return args
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+def make_rows(args):
+    """The table's rows, as text: the names of the columns, then one row for each YAML."""
+    parts = ["parameters", "gradients", "states", "buffers", "activations", "total", "host"]
+    yield ["MB", "params", "grads", *parts[2:], "fits", "batch", "with AC"]
+    for strategy in PLACES:
+        if strategy == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
+            yield [strategy, *[""] * len(parts), "-", "-", "-"]
+            continue
+        rest = args.max_seq_length, args.num_processes, args.mixed_precision
+        held = memory_of(strategy, args.sizes, args.per_device_train_batch_size, *rest,
+                         args.activation_checkpointing, args.dropout > 0)  # fmt: skip
+        batches = [largest_batch(args.memory, strategy, args.sizes, *rest, again, args.dropout > 0)
+                   for again in (False, True)]  # fmt: skip
+        yield [strategy, *(f"{math.ceil(held[name] / 1e6):,}" for name in parts),
+               "yes" if held["total"] <= args.memory else "no", *map(str, batches)]  # fmt: skip
+
+
+def main():
+    args = parse_args()
+    rows = list(make_rows(args))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    recomputing = ", --activation_checkpointing" * args.activation_checkpointing
+    print(f"{args.model}, {count_parameters(args.sizes)[0]:,} parameters, {args.num_processes} x "
+          f"{args.memory / 1e6:,.0f} MB, micro-batch {args.per_device_train_batch_size} x "
+          f"{args.max_seq_length} tokens,\nmixed_precision {args.mixed_precision}, dropout "
+          f"{args.dropout:g}{recomputing}\n")
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        print(f"| {first[0]:{first[1]}} | {' | '.join(f'{t:>{w}}' for t, w in others)} |")
+    print("\nMB: 10^6 bytes on each device at the peak of a step; host: in the CPU's memory, for "
+          "each device.\nbatch: the largest micro-batch that fits; with AC: the largest with "
+          "--activation_checkpointing.\nLeave about 1 GB: the CUDA context and workspaces are not "
+          "in the table.")
+    if args.mixed_precision == "bf16":
+        print("dp: the scripts refuse it in bf16.")
+
+
+if __name__ == "__main__":
+    main()
