@@ -186,6 +186,9 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(rows).float(), labels)  # never in lower precision
                 accelerator.backward(loss)  # gradients are means over micro-batches and ranks
+                if run.args.max_grad_norm and accelerator.sync_gradients:
+                    run.grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), run.args.max_grad_norm)  # DeepSpeed has clipped already
                 optimizer.step()
                 [learning_rate] = schedule.get_last_lr()
                 schedule.step()
@@ -258,7 +261,7 @@ def main():
         return accelerator.end_training()
     run = Run(accelerator, strategy, args, ["accuracy"], {
         "model": f"lstm-{args.hidden_size}", "dataset": args.dataset, "samples": len(train_y),
-        "eval_samples": len(test_y), "sequence_length": train_x.shape[1]})
+        "eval_samples": len(test_y), "sequence_length": train_x.shape[1]}, memory_in_use())
     train_loader, test_loader = make_loaders(*data, run, accelerator.device)
 
     set_seed(args.seed)  # the same weights on all ranks
@@ -277,7 +280,8 @@ def main():
     if run.start(accelerator) == "completed":
         return accelerator.end_training()
     run.catch_stop_signals()
-    stopped = train(accelerator, model, optimizer, schedule, train_loader, test_loader, run)
+    with explain_out_of_memory(run, model):
+        stopped = train(accelerator, model, optimizer, schedule, train_loader, test_loader, run)
     if not stopped:
         save_model(accelerator, model, run.folder)
     run.finish("preempted" if stopped else "completed")
@@ -365,6 +369,8 @@ def make_parser(description, example, epochs, batch, eval_batch, learning_rate):
         "batch = per-device batch x devices x micro-batches")
     add("--learning_rate", type=float, default=learning_rate, help="the highest of the schedule, "
         "whatever the number of devices")
+    add("--max_grad_norm", type=float, help="clip each step's gradients to this norm; without, "
+        "they stay as they are")
     add("--dropout", type=float, default=0.1, help="share of activations that training sets to 0")
     add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
     add("--checkpointing_steps", type=int, help="save every so many steps; without, each epoch")
@@ -469,6 +475,10 @@ def make_accelerator(args):
         accelerator.state.dynamo_plugin.dynamic = None  # torch gives up after 8
     if launched_with("USE_FSDP") and not gpus:
         allow_fsdp_on_cpu(accelerator)
+    if launched_with("USE_DEEPSPEED") and args.max_grad_norm:  # it clips by a setting of its own
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_clipping"] = args.max_grad_norm
+        config["zero_optimization"].pop("compute_grad_norm", None)
     if accelerator.num_processes != world_size:
         fail(f"{world_size} processes were started, but accelerate knows of "
              f"{accelerator.num_processes}, so each would train alone: use accelerate launch with "
@@ -528,6 +538,7 @@ def allow_fsdp_on_cpu(accelerator):
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
         state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
+    state.fsdp_plugin.cpu_offload.pin_memory = False  # of fsdp_offload.yaml: it needs a GPU
 
 
 def wrap_for_dp(model, strategy, device):
@@ -564,7 +575,7 @@ class Run:
 
     STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
-    def __init__(self, accelerator, strategy, args, metrics, workload):
+    def __init__(self, accelerator, strategy, args, metrics, workload, memory_before):
         self.args, self.strategy, self.metrics = args, strategy, metrics  # the metrics' names
         self.stop_signals = []  # names of those that this rank received
         gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
@@ -586,8 +597,10 @@ class Run:
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean of global batch]
         self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
         self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
+        self.grad_norm = None  # of the last step, before clipping; None without --max_grad_norm
         self.seconds = dict.fromkeys(("startup", "train", "eval", "total"), 0.0)
         self.peak_memory = {"train": None, "eval": None}  # of this rank, in MB
+        self.memory_before = memory_before  # bytes that libraries and data held before the model
         self.profiling, self.profiler = contextlib.ExitStack(), None
 
     def describe(self, accelerator, workload):
@@ -603,7 +616,8 @@ class Run:
                "dynamo": accelerator.state.dynamo_plugin.backend.value.lower()}
         epochs = None if args.max_train_steps else args.num_epochs
         workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps}
-        rates = {"dropout": args.dropout, "learning_rate": args.learning_rate}
+        rates = {"dropout": args.dropout, "learning_rate": args.learning_rate,
+                 "max_grad_norm": args.max_grad_norm}
         self.settings = where | workload | rates
         self.record = where | how | {
             "script": Path(__file__).name,
@@ -733,12 +747,17 @@ class Run:
     def show_progress(self, accelerator, learning_rate):
         """As a bar in a terminal, as a line now and then in a log file, and to TensorBoard."""
         loss, rate = self.loss_history[-1][1], self.pace * self.global_batch_size
-        self.bar.set_postfix(loss=f"{loss:.4f}", samples_per_s=f"{rate:,.0f}", refresh=False)
+        values = {"loss": loss, "learning_rate": learning_rate, "samples_per_second": rate}
+        text = f"loss {loss:.4f}  {rate:,.0f} samples/s"
+        if self.grad_norm is not None:  # FSDP's is a DTensor, of which each rank has a part
+            norm = getattr(self.grad_norm, "full_tensor", lambda: self.grad_norm)()
+            values["grad_norm"] = float(norm)
+            text += f"  gradient norm {values['grad_norm']:.4g}"
+        self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(self.step - self.bar.n)
         if self.bar.disable and time.perf_counter() - self.line_at > LOG_SECONDS:
-            say(f"step {self.step}/{self.total_steps}  loss {loss:.4f}  {rate:,.0f} samples/s")
+            say(f"step {self.step}/{self.total_steps}  {text}")
             self.line_at = time.perf_counter()
-        values = {"loss": loss, "learning_rate": learning_rate, "samples_per_second": rate}
         accelerator.log(values, self.step)
 
     def add_evaluation(self, accelerator, metrics, score, text):
@@ -871,9 +890,84 @@ def take_peak_memory():
     return found and round(int(found[1]) * 1024 / 1e6, 1)
 
 
+@contextlib.contextmanager
+def explain_out_of_memory(run, model):
+    """End a run that needs more memory than there is with one line: what holds how much on this
+    rank, and what to try next. Libraries raise a RuntimeError, of which torch has a class for GPUs.
+    """
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as problem:
+        known = re.search("out of memory|can't allocate memory|bad_alloc", str(problem))
+        if not known and not isinstance(problem, MemoryError):
+            raise
+        used, held = memory_in_use(), bytes_by_formula(run)
+        model_bytes, others = sum(held.values()), run.memory_before
+        activations = max(0, used - model_bytes - others)
+        held |= {"activations and all else": activations, "libraries and data": others}
+        parts = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in held.items() if size)
+        rungs = "; ".join(next_rungs(run, model.training, model_bytes, activations))
+    if torch.distributed.is_initialized() and PartialState().process_index:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)  # if rank 0 is out of memory as well, it speaks
+    sys.exit(f"error: out of memory on rank {PartialState().process_index} in step {run.step + 1}, "
+             f"with {used / 1e6:,.0f} MB in use: {parts}. Try, in this order, {rungs}. See "
+             "docs/strategies.md, 'The memory ladder'")
+
+
+def memory_in_use():
+    """Bytes that torch has allocated on this process's GPU; without a GPU, the resident set."""
+    gpus = torch.cuda.is_available()
+    return torch.cuda.memory_allocated() if gpus else psutil.Process().memory_info().rss
+
+
+def bytes_by_formula(run):
+    """{part: bytes} that a rank holds on its device of the model and its training, with Adam."""
+    zero, options = run.strategy.startswith("zero"), run.settings["strategy_options"]
+    low = 2 if zero and run.record["precision"] == "bf16" else 4  # DeepSpeed trains a bf16 copy
+    sizes = {"parameters": low, "gradients": low, "optimizer states": 12 if zero else 8}
+    sharded = {"zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.get(run.strategy, 0)  # the last parts
+    if options.get("reshard_after_forward") == "false":  # the parameters stay gathered
+        sharded = 2
+    if run.strategy == "zero1" and run.args.gradient_accumulation_steps > 1:
+        sharded = 1
+    hosted = 3 if "offload_param" in options or options.get("offload_params") == "true" else (
+        2 if "offload_optimizer" in options else 0)
+    held = {}
+    for place, (name, size) in enumerate(sizes.items()):
+        on_host = torch.cuda.is_available() and place >= 3 - hosted
+        ranks = run.devices if place >= 3 - sharded else 1
+        held[name] = 0 if on_host else run.record["parameters"] * size / ranks
+    return held
+
+
+def next_rungs(run, training, model_bytes, activations):
+    """What saves memory and what each saves, the cheapest first, as texts."""
+    args = run.args
+    ranks = run.devices if run.devices > 1 and run.strategy != "dp" else 2
+    shards = 16 * run.record["parameters"] / ranks
+    if not training:
+        yield f"--per_device_eval_batch_size {max(1, args.per_device_eval_batch_size // 2)}"
+    elif (batch := args.per_device_train_batch_size) > 1:
+        parts = batch if batch % 2 else 2
+        yield (f"--per_device_train_batch_size {batch // parts} --gradient_accumulation_steps "
+               f"{args.gradient_accumulation_steps * parts}, the same global batch (saves "
+               f"{1 - 1 / parts:.0%} of the activations)")
+    if training and getattr(args, "activation_checkpointing", None) is False:
+        yield ("--activation_checkpointing (saves most of the "
+               f"{activations / 1e6:,.0f} MB of activations)")
+    if model_bytes > 1.05 * shards:
+        yield f"fsdp.yaml on {ranks} devices (saves {(model_bytes - shards) / 1e6:,.0f} MB)"
+    elif model_bytes:
+        yield f"twice as many devices (saves {model_bytes / 2e6:,.0f} MB)"
+    if model_bytes and torch.cuda.is_available():
+        yield "fsdp_offload.yaml (the host holds all but the activations)"
+
+
 def describe_rank(run):
-    """Real, user and system seconds of this process, as `time` prints them; its peak memory in MB,
-    without what start-up and saving need.
+    """Real, user and system seconds of this process, as `time` prints them; the MB that it held
+    before it had a model, and its peaks, without what start-up and saving need.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -882,6 +976,7 @@ def describe_rank(run):
         "real": round(seconds_alive(), 3),
         "user": round(usage.ru_utime, 3),
         "sys": round(usage.ru_stime, 3),
+        "memory_before_mb": round(run.memory_before / 1e6, 1),
         "peak_memory_mb": run.peak_memory["train"],
         "peak_eval_memory_mb": run.peak_memory["eval"],
     }

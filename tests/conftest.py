@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
+RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # more of the memory ladder
 
 
 class Result:

@@ -14,6 +14,8 @@ SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folde
             and rank 0 no file of rank 1 in them
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
+SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then
+SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 4 and 14 end
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
@@ -21,10 +23,13 @@ SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each proc
 """
 
 import collections
+import ctypes
 import functools
 import importlib
 import json
 import os
+import re
+import resource
 import signal
 import sys
 import time
@@ -181,11 +186,13 @@ def bytes_held(model, optimizer):
             note("gradients", parameter.grad)
     if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
         for part in inner.averaged_gradients.values():
-            for gradient in part:
+            for gradient in part or ():  # nothing where they are offloaded
                 note("gradients", gradient)
         for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of ZeRO-2, of ZeRO-3
             for part in getattr(inner, name, []):
                 note("master_copy", part)
+                if part.grad is not None:
+                    note("gradients", part.grad)
         inner = inner.optimizer
     for state in inner.state.values():
         for value in state.values():
@@ -207,8 +214,8 @@ def spy_on_bytes():
         function = getattr(owner, name)
 
         def counted(*args, **options):
-            calls[0] += 1
-            if calls[0] == 3:
+            calls[0] += self.sync_gradients
+            if calls[0] == 3 and self.sync_gradients:
                 file = Path(os.environ["SPY_DIR"]) / f"bytes_{RANK}.json"
                 file.write_text(json.dumps(bytes_held(model, optimizer) | {"sizes": sizes}))
             return function(*args, **options)
@@ -217,6 +224,32 @@ def spy_on_bytes():
         return prepared
 
     script.Accelerator.prepare = prepare
+
+
+def spy_on_limit():
+    original, libc = script.load_model, ctypes.CDLL(None)
+
+    def load_model(*args):
+        libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+        held = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        limit = held + int(os.environ["SPY_LIMIT"]) * 10**6
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return original(*args)
+
+    script.load_model = load_model
+
+
+def spy_on_the_wire():
+    original, sent = script.Run.end_step, []
+
+    def end_step(self):
+        if self.step + 1 in (4, 14):
+            [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
+            sent.append(int(line.split()[9]))
+            (Path(os.environ["SPY_WIRE"]) / f"wire_{RANK}.json").write_text(json.dumps(sent))
+        return original(self)
+
+    script.Run.end_step = end_step
 
 
 def spy_on_steps():
@@ -251,7 +284,8 @@ def spy_on_plain_accelerate():
 SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": spy_on_bytes,
          "SPY_LATE": spy_on_the_disk, "SPY_EVAL": spy_on_evaluation, "SPY_TOKENS": spy_on_tokens,
          "SPY_MEMORY": spy_on_memory, "SPY_SHAPES": spy_on_shapes, "SPY_NAN": spy_on_numbers,
-         "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps, "SPY_SYNC": spy_on_syncs,
+         "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps,
+         "SPY_LIMIT": spy_on_limit, "SPY_WIRE": spy_on_the_wire, "SPY_SYNC": spy_on_syncs,
          "SPY_PLAIN": spy_on_plain_accelerate}  # fmt: skip
 
 if __name__ == "__main__":

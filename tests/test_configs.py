@@ -11,10 +11,14 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
-from conftest import ROOT, STRATEGIES, environment
+from conftest import ROOT, RUNGS, STRATEGIES, environment
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Where the run takes place, and what is a hyper-parameter: not in a YAML. The first two have no effect there anyway.
+WRONG = {  # what does not do what it says, and why
+    "fsdp_activation_checkpointing": "accelerate recomputes with other dropout masks (preserve_rng_state=False): "
+    "use the script's --activation_checkpointing",
+}
 FORBIDDEN = set("""rdzv_backend same_network machine_rank num_machines main_process_ip main_process_port gpu_ids use_cpu
     tpu_name tpu_zone gradient_accumulation_steps gradient_clipping""".split())
 # DeepSpeed says nothing of a top-level key that it does not know, so these are all that a JSON may have, and why.
@@ -25,6 +29,7 @@ JSON_KEYS = {
     "gradient_clipping",  # none, where accelerate and DeepSpeed have a default of 1
     "zero_optimization",  # the strategy
     "timers",  # that of the throughput would stop the GPU at every step
+    "zero_force_ds_cpu_optimizer",  # off beside offload: torch's AdamW works on a CPU too, uncompiled
 }
 SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
 
@@ -35,11 +40,13 @@ def faults(text):
     flags = {action.dest for action in launch_command_parser()._actions}
     found = [f"{key} is not read from a YAML" for key in set(config) - {field.name for field in fields(ClusterConfig)}]
     for section, prefix in SECTIONS.items():
-        for key in config.get(section, {}):
+        for key, value in config.get(section, {}).items():
             name = key if key.startswith(prefix) else prefix + key
             if name not in flags:
                 found.append(f"{section}.{key} is ignored by accelerate launch")
             found += [f"{key} does not belong into a YAML"] * (key in FORBIDDEN)
+            if name in WRONG and value is not False:
+                found.append(f"{name} is wrong: {WRONG[name]}")
     found += [f"{key} does not belong into a YAML" for key in FORBIDDEN & set(config)]
     if config["distributed_type"] != "NO" and "num_processes" not in config:
         found.append("num_processes is missing: accelerate launch would refuse to start")
@@ -81,7 +88,7 @@ def test_yaml_holds_the_strategy_only(path):
 
 
 def test_there_is_one_yaml_a_strategy():
-    assert sorted(path.stem for path in YAMLS) == sorted(["baseline", "dp", *STRATEGIES])
+    assert sorted(path.stem for path in YAMLS) == sorted(["baseline", "dp", *STRATEGIES, *RUNGS])
 
 
 @pytest.mark.parametrize("line, fault", [
@@ -91,6 +98,7 @@ def test_there_is_one_yaml_a_strategy():
     ("world_size: 2", "world_size is not read"),
     ("fsdp_config: {fsdp_version: 2, fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
     ("deepspeed_config: {gradient_accumulation_steps: 1}", "gradient_accumulation_steps does not belong"),
+    ("fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}", "fsdp_activation_checkpointing is wrong"),
     ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero9.json}", "deepspeed_config_file: z"),
     ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}", "deepspeed_config_file: None"),
     ("distributed_type: DEEPSPEED\ndeepspeed_config: {}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
@@ -100,15 +108,31 @@ def test_a_bad_key_is_found(line, fault):
     assert any(found.startswith(fault) for found in faults(text)), faults(text)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeeds_json_holds_the_strategy_only(stage):
-    """And it is the one that the YAML of its name names."""
-    file = f"accelerate_configs/zero{stage}.json"
-    text = (ROOT / file).read_text()
+@pytest.mark.parametrize("path", YAMLS[0].parent.glob("*.json"), ids=lambda path: path.stem)
+def test_deepspeeds_json_holds_the_strategy_only(path):
+    """And it is the one that the YAML of its name names. An offload differs from its base in nothing else."""
+    text = path.read_text()
     assert json_faults(text) == []
-    assert json.loads(text)["zero_optimization"]["stage"] == stage
-    config = yaml.safe_load((ROOT / f"accelerate_configs/zero{stage}.yaml").read_text())
-    assert config["deepspeed_config"]["deepspeed_config_file"] == file
+    zero = json.loads(text)["zero_optimization"]
+    assert path.stem.removesuffix("_offload") == f"zero{zero['stage']}"
+    config = yaml.safe_load(path.with_suffix(".yaml").read_text())
+    assert config["deepspeed_config"]["deepspeed_config_file"] == f"accelerate_configs/{path.name}"
+    base = json.loads((path.parent / f"zero{zero['stage']}.json").read_text())["zero_optimization"]
+    place = {"device": "cpu", "pin_memory": True}
+    moved = {"zero2_offload": ["optimizer"], "zero3_offload": ["optimizer", "param"]}.get(path.stem, [])
+    if moved:  # DeepSpeed wants the norm then, and refuses to go without
+        base.pop("compute_grad_norm", None)
+    if path.stem != "zero1":
+        assert zero == base | {f"offload_{part}": place for part in moved}
+    assert json.loads(text).get("zero_force_ds_cpu_optimizer", True) is not bool(moved)
+
+
+@pytest.mark.parametrize("name, option", [("fsdp_keep", {"fsdp_reshard_after_forward": False}),
+                                          ("fsdp_offload", {"fsdp_offload_params": True})])
+def test_a_variant_of_fsdp_differs_in_one_option(name, option):
+    base, variant = (yaml.safe_load((ROOT / "accelerate_configs" / f"{yaml_name}.yaml").read_text())
+                     for yaml_name in ("fsdp", name))
+    assert variant == base | {"fsdp_config": base["fsdp_config"] | option}
 
 
 @pytest.mark.parametrize("change, fault", [
