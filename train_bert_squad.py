@@ -5,10 +5,11 @@
         train_bert_squad.py
     python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
-The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3. Without a GPU the same strategies run on CPU
-processes. BERT reads a question and a text (the context), and says at which token of the text the
-answer starts and at which it ends. A run leaves in OUTPUT_DIR: run.json (the record),
-predictions.json, model and tokenizer for `from_pretrained`, checkpoints/ (to resume).
+The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3, and more for when memory is short
+(docs/ladder.md). Without a GPU the same strategies run on CPU processes. BERT reads a question and
+a text (the context), and says at which token of the text the answer starts and at which it ends. A
+run leaves in OUTPUT_DIR: run.json (the record), predictions.json, model and tokenizer for
+`from_pretrained`, checkpoints/ (to resume).
 
 Read from here to the end of `main`, and `train` first: it is the training loop. All below `main` is
 the same in both scripts: launching, workarounds, the record, checkpoints.
@@ -908,7 +909,9 @@ def make_accelerator(args):
 
 
 def name_strategy(state):
-    """baseline, dp, ddp, fsdp, zero2 or zero3: read off accelerate's state, not off a file name."""
+    """baseline, dp, ddp, fsdp, zero1, zero2 or zero3: read off accelerate's state, not off a file's
+    name. What else a YAML sets is in `strategy_options`.
+    """
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.NO:  # the mark that dp.yaml explains
@@ -1334,7 +1337,7 @@ def explain_out_of_memory(run, model):
         time.sleep(10)  # if rank 0 is out of memory as well, it speaks
     sys.exit(f"error: out of memory on rank {PartialState().process_index} in step {run.step + 1}, "
              f"with {used / 1e6:,.0f} MB in use: {parts}. Try, in this order, {rungs}. See "
-             "docs/strategies.md, 'The memory ladder'")
+             "docs/ladder.md")
 
 
 def memory_in_use():

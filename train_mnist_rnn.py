@@ -4,9 +4,10 @@
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 4 \\
         train_mnist_rnn.py --dataset digits    # needs no download
 
-The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3. Without a GPU the same strategies run on CPU
-processes. The LSTM reads an image row by row; its last output says which digit it is. A run leaves
-in OUTPUT_DIR: run.json (the record), model.safetensors (the weights), checkpoints/ (to resume).
+The YAMLs are baseline, dp, ddp, fsdp, zero2 and zero3, and more for when memory is short
+(docs/ladder.md). Without a GPU the same strategies run on CPU processes. The LSTM reads an image
+row by row; its last output says which digit it is. A run leaves in OUTPUT_DIR: run.json (the
+record), model.safetensors (the weights), checkpoints/ (to resume).
 
 Read from here to the end of `main`, and `train` first: it is the training loop. All below `main` is
 the same in both scripts: launching, workarounds, the record, checkpoints.
@@ -487,7 +488,9 @@ def make_accelerator(args):
 
 
 def name_strategy(state):
-    """baseline, dp, ddp, fsdp, zero2 or zero3: read off accelerate's state, not off a file name."""
+    """baseline, dp, ddp, fsdp, zero1, zero2 or zero3: read off accelerate's state, not off a file's
+    name. What else a YAML sets is in `strategy_options`.
+    """
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.NO:  # the mark that dp.yaml explains
@@ -913,7 +916,7 @@ def explain_out_of_memory(run, model):
         time.sleep(10)  # if rank 0 is out of memory as well, it speaks
     sys.exit(f"error: out of memory on rank {PartialState().process_index} in step {run.step + 1}, "
              f"with {used / 1e6:,.0f} MB in use: {parts}. Try, in this order, {rungs}. See "
-             "docs/strategies.md, 'The memory ladder'")
+             "docs/ladder.md")
 
 
 def memory_in_use():

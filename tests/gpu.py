@@ -24,11 +24,14 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import report  # noqa: E402  its formula of bytes
+import fit  # noqa: E402  its formulas of memory
 
 # The code of this file can be tried without a GPU: a tiny model, few YAMLs, and no claim of a GPU.
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"
 YAMLS = ["baseline", "fsdp"] if STAND_IN else ["baseline", "dp", "ddp", "fsdp", "zero2", "zero3"]
+RUNGS = ["fsdp_keep"] if STAND_IN else [  # of the memory ladder: for BERT
+    "zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]
+AGAIN = "--activation_checkpointing"
 GPUS = 2 if STAND_IN else torch.cuda.device_count()
 MNIST, BERT = "train_mnist_rnn.py", "train_bert_squad.py"
 STEPS = 20  # over which losses are compared
@@ -107,7 +110,7 @@ def short(script):
 def run_strategies(checks, processes):
     """A run of each script, YAML and precision, by these three. All see the same samples."""
     cases = [(script, yaml, precision) for script in (MNIST, BERT)
-             for yaml in YAMLS for precision in ("no", "bf16")
+             for yaml in YAMLS + RUNGS * (script == BERT) for precision in ("no", "bf16")
              if (yaml, precision) != ("dp", "bf16")
              and (processes == 1 or yaml not in ("baseline", "dp"))]
     cases += [(BERT, "baseline", "fp16")] if processes == 1 and not STAND_IN else []
@@ -205,19 +208,39 @@ def check_time(checks):
                f"50, {ratio:.2f} of 50 steady steps", STAND_IN or 0.9 < ratio < 1.1)
 
 
-def check_memory(checks):
-    """The peak of training beside what the formulas count: parameters, gradients, states and
-    activations; on top come attention's and the head's, and what the allocator rounds up.
+def check_ladder(checks):
+    """Activation checkpointing changes no loss; clipping is the same under all strategies; a run
+    that is out of memory says so in one line.
     """
-    run = checks.runs[BERT, "baseline", "no"]
-    work, [rank] = run["workload"], run["ranks"]
-    held = report.bytes_held("baseline", run["parameters"], 1) / 1e6
-    acts = report.bytes_of_activations(8 * work["sequence_length"], work["layers"],
-                                       work["hidden_size"], work["intermediate_size"]) / 1e6
-    ratio = rank["peak_memory_mb"] / (held + acts)
-    checks.add("peak memory of BERT, baseline", f"{rank['peak_memory_mb']:,.0f} MB, formula "
-               f"{held:,.0f} + {acts:,.0f} MB: ratio {ratio:.2f}",
-               None if STAND_IN else 0.85 < ratio < 1.3)
+    flags = ["--max_train_steps", STEPS, "--per_device_train_batch_size", 8, "--dropout"]
+    for yaml in [*YAMLS[1:], *RUNGS][:: 1 if STAND_IN else 3]:
+        kept, again = (checks.run(BERT, yaml, *flags, 0.1, *more) for more in ((), (AGAIN,)))
+        checks.compare(f"recomputed under {yaml}, with dropout", again, kept["losses"], 1e-4)
+    clip = [*flags, 0, "--max_grad_norm", 1]
+    expected = checks.run(BERT, "baseline", *clip)["losses"]
+    for yaml in [name for name in YAMLS[1:] + RUNGS if name != "dp"]:
+        checks.compare(f"clipped under {yaml}", checks.run(BERT, yaml, *clip), expected, 1e-4)
+    spy = {"SPY_SCRIPT": Path(BERT).stem, "SPY_LIMIT": "50" if STAND_IN else "1500"}
+    failed = checks.run(BERT, "baseline", *flags, 0, env=spy)
+    checks.add("out of memory", failed["err"][-300:], failed["err"].startswith("error: out of"))
+
+
+def check_memory(checks):
+    """The peak of training, beside what the formulas of fit.py say of a step."""
+    sizes = fit.read_model(str(checks.folder / "model"))
+    again = {(BERT, "baseline", precision): checks.run(
+        BERT, "baseline", "--max_train_steps", STEPS, "--dropout", 0, AGAIN,
+        "--per_device_train_batch_size", 8, precision=precision) for precision in ("no", "bf16")}
+    for (script, yaml, precision), run in [*checks.runs.items(), *again.items()]:
+        if script != BERT or precision == "fp16" or run["code"]:
+            continue
+        recomputes = run["activation_checkpointing"]
+        said = fit.memory_of(yaml, sizes, 8, run["workload"]["sequence_length"], 1, precision,
+                             recomputes)["total"] / 1e6
+        peak = run["ranks"][0]["peak_memory_mb"]
+        name = f"{yaml} {precision}{', recomputing' * recomputes}"
+        checks.add(f"peak memory, {name}", f"{peak:,.0f} MB, by formula {said:,.0f}: ratio "
+                   f"{peak / said:.2f}", None if STAND_IN else 0.85 < peak / said < 1.15)
 
 
 def check_syncs(checks):
@@ -279,8 +302,8 @@ def main():
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(Path(folder))
-        for check in (check_strategies, check_weights, check_memory, check_resume, check_compile,
-                      check_syncs, check_time, check_link):
+        for check in (check_strategies, check_weights, check_memory, check_ladder, check_resume,
+                      check_compile, check_syncs, check_time, check_link):
             try:
                 check(checks)
             except Exception as problem:  # a run that failed has no figures; the others go on

@@ -14,7 +14,7 @@ SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folde
             and rank 0 no file of rank 1 in them
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
-SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then
+SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; on a GPU, so many
 SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 4 and 14 end
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
@@ -230,6 +230,10 @@ def spy_on_limit():
     original, libc = script.load_model, ctypes.CDLL(None)
 
     def load_model(*args):
+        if torch.cuda.is_available():
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(int(os.environ["SPY_LIMIT"]) * 10**6 / whole)
+            return original(*args)
         libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system
         held = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
         limit = held + int(os.environ["SPY_LIMIT"]) * 10**6

@@ -200,6 +200,16 @@ def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
     assert resumed.record["padding_share"] == reference.record["padding_share"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activation_checkpointing_changes_no_number(strategy, undisturbed, tmp_path):
+    """With dropout: the second time a layer is computed, it draws the same masks. No bit may differ."""
+    again = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--activation_checkpointing")
+    assert again.record["activation_checkpointing"]
+    assert not undisturbed(strategy).record["activation_checkpointing"]
+    assert_same_end(again, undisturbed(strategy))
+
+
 @pytest.mark.parametrize("strategy, signal, rank", [("ddp", "SIGUSR1", 1), ("fsdp", "SIGTERM", 0)])
 def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, signal, rank, undisturbed, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": f"{signal} {rank} 4"}

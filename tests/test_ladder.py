@@ -1,13 +1,16 @@
 """The memory ladder of BERT: more YAMLs, activation checkpointing, clipping, and what is said when memory runs out."""
 
 import json
+import math
 import re
+import shlex
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, STRATEGIES, launch
+from conftest import ROOT, RUNGS, STRATEGIES, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, ids_seen, predictions
 from test_mnist_resume import assert_same_end, step_of
@@ -17,6 +20,7 @@ import report
 import train_bert_squad as script
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
+PAGE = (ROOT / "docs" / "ladder.md").read_text()
 pytestmark = pytest.mark.slow
 
 
@@ -25,12 +29,12 @@ def runs(tmp_path_factory):
     """(YAML, more flags) -> the Result of a run that clips, on two processes, or on one of twice the batch."""
     results = {}
 
-    def get(name, *more, dropout=0.0, accumulation=1):
-        key = name, *more, dropout, accumulation
+    def get(name, *more, accumulation=1):
+        key = name, *more, accumulation
         if key not in results:
             folder = tmp_path_factory.mktemp(name)
             micro_batch = (16 if name == "baseline" else 8) // accumulation
-            results[key] = launch(name, SCRIPT, folder, *flags(micro_batch, accumulation, dropout), *CLIPPED, *more,
+            results[key] = launch(name, SCRIPT, folder, *flags(micro_batch, accumulation), *CLIPPED, *more,
                                   env={"SPY_DIR": str(folder), "SPY_BYTES": "1"} if name in RUNGS else None)
         return results[key]
 
@@ -68,15 +72,6 @@ def test_clipping_changes_the_losses_and_is_in_the_settings(runs, tmp_path):
     (tmp_path / "run.json").unlink()
     other = launch("baseline", SCRIPT, tmp_path, *flags(16), "--max_grad_norm", 1, "--resume", ok=False)
     assert "max_grad_norm None -> 1.0" in other.error_line()
-
-
-@pytest.mark.parametrize("strategy", ["baseline", *STRATEGIES])
-def test_activation_checkpointing_changes_no_number(strategy, runs):
-    """With dropout: the second time a layer is computed, it draws the same masks. The state may differ in no bit."""
-    kept = runs(strategy, dropout=0.1)
-    again = runs(strategy, "--activation_checkpointing", dropout=0.1)
-    assert again.record["activation_checkpointing"] and not kept.record["activation_checkpointing"]
-    assert_same_end(again, kept)
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -129,7 +124,7 @@ def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(tmp_path):
         r"optimizer states 116, activations and all else (\S+), libraries and data (\S+)\. Try, in this order, "
         r"--per_device_train_batch_size 4 --gradient_accumulation_steps 2, the same global batch \(saves 50% of the "
         r"activations\); --activation_checkpointing \(saves most of the (\S+) MB of activations\); fsdp\.yaml on 2 "
-        r"devices \(saves 116 MB\)\. See docs/strategies\.md, 'The memory ladder'", line)
+        r"devices \(saves 116 MB\)\. See docs/ladder\.md", line)
     assert found, line
     used, activations, others, again = (int(number.replace(",", "")) for number in found.groups())
     assert activations == again and used == pytest.approx(58 + 58 + 116 + activations + others, abs=3)
@@ -162,3 +157,55 @@ def test_the_line_has_the_bytes_of_the_report_and_the_next_rungs(name, strategy,
     for other in (RuntimeError("Connection closed by peer"), ValueError("out of memory")):
         with pytest.raises(type(other)), script.explain_out_of_memory(run, torch.nn.Linear(1, 1)):
             raise other
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory):
+    """What the commands of docs/ladder.md print, word for word, in a folder of their own, and that folder."""
+    folder = tmp_path_factory.mktemp("ladder")
+    for name in ("accelerate_configs", "tests", "fit.py", "report.py", SCRIPT):
+        (folder / name).symlink_to(ROOT / name)
+    [commands] = re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
+    done = run(["bash", "-c", f"cd {shlex.quote(str(folder))} && set -e\n{commands}"], timeout=600)
+    assert done.code == 0, done.out + done.err
+    return done.out, folder
+
+
+def test_each_rung_of_the_page_holds_what_fit_says(climbed):
+    """The page has fit.py's totals, and what was counted on one machine. The count on this one is as near to it."""
+    printed, folder = climbed
+    tables = [{row.split()[1]: row for row in text.split("\nMB:")[0].splitlines() if row.startswith("| ")}
+              for text in printed.split("parameters, 2 x 900 MB")[1:4]]  # fmt: skip
+    at_once, halved, again = ({name: [cell.strip() for cell in row.split("|")[1:-1]] for name, row in rows.items()}
+                              for rows in tables)  # fmt: skip
+    records = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/ladder/*/run.json")}
+    parameters = records["1-ddp"]["parameters"]
+    said = {"1-ddp": at_once["ddp"], "2-accumulate": halved["ddp"], "3-recompute": again["ddp"],
+            "4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}
+    rows = re.findall(r"^\| `(\S+)` \|.*?\| ([\d,]+)(?: \+ (\d+))? \| ([\d,]+) \|$", PAGE, re.M)
+    assert [row[0] for row in rows] == sorted(records) == sorted(said)
+    before = math.inf
+    for name, total, more, counted in rows:
+        assert total == said[name][6], f"{name}: fit.py says {said[name][6]} MB"
+        assert not more or int(more) == round(4 * parameters / 1e6)
+        peaks = [rank["peak_memory_mb"] - rank["memory_before_mb"] for rank in records[name]["ranks"]]
+        formula = int(total.replace(",", "")) + int(more or 0)
+        print(f"{name}: {formula} MB by formula, counted {max(peaks):.0f}; the page says {counted}")
+        assert max(peaks) == pytest.approx(formula, rel=0.2) and int(counted.replace(",", "")) < before
+        before = int(counted.replace(",", ""))
+    losses = [[loss for _, loss in record["loss_history"]] for record in records.values()]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+    text = (folder / "runs" / "ladder" / "report.md").read_text()
+    assert "| fsdp_keep, recomputing " in text and "of it training's, MB" in text
+
+
+def test_the_page_names_every_rung_and_its_commands_work(tmp_path):
+    for name in RUNGS:
+        assert f"`{name}.yaml`" in PAGE
+    for command in ["python fit.py 40GB", *re.findall(r"^python fit\.py.*$", PAGE.split("```sh")[0], re.M)]:
+        done = run(shlex.split(command.replace("python", shlex.quote(sys.executable), 1)))
+        assert done.code == 0 and all(f"| {name} " in done.out for name in RUNGS), done.err

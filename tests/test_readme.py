@@ -24,6 +24,7 @@ RUN_ELSEWHERE = {
     "sbatch/sweep.sh --dry_run": "test_sbatch.py",
     "sbatch/sweep.sh": "test_sbatch.py",
     "python report.py runs/": ".ci/run",
+    "python fit.py 40GB": "test_ladder.py",
     "source .venv/bin/activate": ".ci/run",
     "make clean setup CONSTRAINTS=constraints-cu128.txt": "test_each_set_fits_the_requirements",
 }
