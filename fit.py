@@ -8,10 +8,10 @@ prints one row for every YAML in accelerate_configs/: what lies on each device a
 of train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
 are the first thing in this file. tests/test_fit.py counts what they say, on a CPU.
 
-A total is the sum of all parts. DDP, ZeRO-3 and gradient accumulation reach it. The others peak
-lower, by the gradients at most: gradients come while activations go. Left out: the CUDA context and
-the libraries' workspaces (about 1 GB), what the allocator rounds up, what attention keeps for
-itself, what DP needs to add up gradients, and that ZeRO-1 keeps whole gradients if it accumulates.
+A total is the sum of all parts. DDP and ZeRO-3 reach it. The others peak lower, by the gradients at
+most: gradients come while activations go. Left out: the CUDA context and the libraries' workspaces
+(about 1 GB), what the allocator rounds up, what attention keeps for itself, what DP needs to add up
+gradients, and the whole gradients that accumulation keeps. docs/ladder.md has counted totals.
 """
 
 import argparse
@@ -127,8 +127,8 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     pass the embeddings take three of these places. fsdp_keep has all parameters gathered. ZeRO has
     the settings of its JSON: one or two buckets, and gathered parameters. In its step DeepSpeed
     copies its gradients into one tensor and that into fp32, and ZeRO-2 offloads by way of a buffer
-    for the largest parameter. What is here is read in the libraries' code, and not counted, but for
-    autocast's copies.
+    for the largest parameter. These are read in the libraries' code. Autocast's copies were
+    counted, and the others as a part of a run's peak (docs/ladder.md).
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2

@@ -161,3 +161,25 @@ def test_dataparallels_threads_forget_the_dtype_of_autocast():
     finally:
         torch.set_autocast_dtype("cuda", before)
     assert found == [torch.float16]
+
+
+def test_fsdp_offloads_into_pinned_memory_which_needs_a_gpu():
+    """allow_fsdp_on_cpu"""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    assert CPUOffloadPolicy().pin_memory
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError):
+            torch.ones(1).pin_memory()
+
+
+def test_accelerates_own_activation_checkpointing_draws_other_masks():
+    """load_model; and test_configs.py refuses its switch in a YAML."""
+    from accelerate.utils import fsdp_utils
+
+    assert "preserve_rng_state=False" in inspect.getsource(fsdp_utils)
+
+
+def test_a_supported_transformers_has_the_old_name_only():
+    """load_model: activation_checkpointing_enable came with transformers 5.23."""
+    assert FLOORS["transformers"] < Version("5.23"), "gradient_checkpointing_enable is needed no more"
