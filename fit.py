@@ -4,14 +4,17 @@
     python fit.py 80GB --model bert-large --num_processes 8 --mixed_precision bf16
     python fit.py 16GB --per_device_train_batch_size 16 --activation_checkpointing
 
-prints one row for every YAML in accelerate_configs/: what lies on each device at the peak of a step
-of train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
+prints one row for every YAML in accelerate_configs/: what lies on each device in a step of
+train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
 are the first thing in this file. tests/test_fit.py counts what they say, on a CPU.
 
-A total is the sum of all parts. DDP and ZeRO-3 reach it. The others peak lower, by the gradients at
-most: gradients come while activations go. Left out: the CUDA context and the libraries' workspaces
-(about 1 GB), what the allocator rounds up, what attention keeps for itself, what DP needs to add up
-gradients, and the whole gradients that accumulation keeps. docs/ladder.md has counted totals.
+Each part is given at its largest, and the total is the peak of a step. The backward pass frees
+activations while it makes gradients, so the total is less than the sum of the parts. DDP and ZeRO-3
+hold all gradients from the start. In fp32, DDP's total is the sum.
+
+Left out: the CUDA context and the libraries' workspaces (about 1 GB), what the allocator rounds up,
+what attention keeps for itself, and what DP needs to add up gradients. The step is one without
+accumulation, which keeps whole gradients besides. docs/ladder.md has counted totals.
 """
 
 import argparse
@@ -40,6 +43,7 @@ PLACES = {
     "zero3": ("shard", "shard", "shard"),
     "zero3_offload": ("host", "host", "host"),
 }
+EARLY = ("ddp", "zero3", "zero3_offload")  # gradients are there before the backward pass makes them
 BUCKET = 10_000_000  # elements: reduce_bucket_size in accelerate_configs/zero*.json
 LIVE = 30_000_000  # parameters: stage3_max_live_parameters in zero3*.json
 
@@ -119,32 +123,35 @@ def bytes_outside_layers(tokens, hidden_size, precision="no", dropout=False):
 
 
 def bytes_of_buffers(strategy, model, devices, precision="no"):
-    """Bytes of what is only there for a while, without activations: at the start of the backward
-    pass, when all activations are there, and after it, when none is left.
+    """Bytes of what is only there for a while, without activations: while all activations are
+    there, while the backward pass is at the first layer, and after that.
 
-    Autocast keeps bf16 copies of the weights of linear layers. FSDP has two gathered layers (one is
-    prefetched), the gradients of one, and the buffer that reduces them; at the end of the backward
-    pass the embeddings take three of these places. fsdp_keep has all parameters gathered. ZeRO has
-    the settings of its JSON: one or two buckets, and gathered parameters. In its step DeepSpeed
-    copies its gradients into one tensor and that into fp32, and ZeRO-2 offloads by way of a buffer
-    for the largest parameter. These are read in the libraries' code. Autocast's copies were
-    counted, and the others as a part of a run's peak (docs/ladder.md).
+    Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
+    activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
+    buffer that reduces them; at the end of the backward pass the embeddings are prefetched, and
+    then take three of these places. fsdp_keep has all parameters gathered, up to the backward pass
+    of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
+    In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
+    offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
+    Autocast's copies were counted, and the others as a part of a run's peak (docs/ladder.md).
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
     step = (4 if precision == "no" else 6) * parameters / devices
     if strategy.startswith("fsdp"):
         gathered = parameters if strategy == "fsdp_keep" else 2 * layer
-        return size * (gathered + 2 * layer), size * 3 * embeddings
+        first = size * (embeddings + 3 * layer)
+        return size * (gathered + 2 * layer), first, size * 3 * embeddings
     if strategy in ("zero1", "zero2"):
-        return size * 2 * BUCKET, step
+        return size * 2 * BUCKET, size * 2 * BUCKET, step
     if strategy == "zero2_offload":
         largest = size * model["vocab_size"] * model["hidden_size"]
-        return size * 2 * BUCKET + largest, largest
+        return size * 2 * BUCKET + largest, size * 2 * BUCKET + largest, largest
     if strategy.startswith("zero3"):
-        after = step if strategy == "zero3" else 0
-        return size * (BUCKET + min(parameters, LIVE)), size * BUCKET + after
-    return (0 if precision == "no" else 2 * weights), 0
+        live = size * (BUCKET + min(parameters, LIVE))
+        return live, live, size * BUCKET + (step if strategy == "zero3" else 0)
+    copies = 0 if precision == "no" else 2 * weights
+    return copies, copies / model["num_hidden_layers"], 0
 
 
 def count_parameters(model):
@@ -162,26 +169,40 @@ def count_parameters(model):
 
 def memory_of(strategy, model, batch, length, devices, precision="no",
               activation_checkpointing=False, dropout=False):  # fmt: skip
-    """Bytes on each device at the peak of a step with `batch` windows of `length` tokens, in parts:
-    parameters, gradients, states, buffers and activations, which add up to total, and host.
+    """Bytes on each device in a step with `batch` windows of `length` tokens: parameters,
+    gradients, states, buffers and activations, each at its largest; total; and host.
 
-    Activations include their own gradients on their way back through one layer.
+    The total is the peak of a step without accumulation: its largest moment. The backward pass
+    frees activations while it makes gradients. So the total is less than the sum of the parts,
+    unless all gradients are there from the start (EARLY). Activations include their own gradients
+    on their way back through one layer.
     """
-    parameters = count_parameters(model)[0]
+    parameters, embeddings = count_parameters(model)[:2]
     parts = bytes_of_parts(strategy, parameters, devices, precision)
+    gradients, host = parts["gradients"], parts.pop("host")
     dtype, tokens = compute_dtype(strategy, precision), batch * length
     layers, hidden, inner = (model[name] for name in SIZES[:3])
-    activations = bytes_of_activations(tokens, layers, hidden, inner, dtype,
-                                       activation_checkpointing, dropout)  # fmt: skip
-    activations += bytes_outside_layers(tokens, hidden, dtype, dropout)
-    activations += tokens * (4 if dtype == "no" else 2) * (hidden + inner)
-    before, after = bytes_of_buffers(strategy, model, devices, precision)
-    buffers = max(before, after - activations)  # the peak is before the backward pass, or after it
-    host = parts.pop("host")
+    again, size = activation_checkpointing, 4 if dtype == "no" else 2
+    outside = bytes_outside_layers(tokens, hidden, dtype, dropout)
+    layer = bytes_of_activations(tokens, 1, hidden, inner, dtype, False, dropout)
+    kept = bytes_of_activations(tokens, layers, hidden, inner, dtype, again, dropout) + outside
+    way = tokens * size * (hidden + inner)
+    buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
+    early = gradients if strategy in EARLY else 0
+    made = max(early, gradients * (1 - embeddings / parameters))  # the embeddings' come last
+    # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
+    anew = in_layer if again and dtype == "autocast" else buffers
+    moments = {
+        "end of the forward pass": early + kept - (layer if again else 0) + buffers,
+        "start of the backward pass": early + kept + way + anew,
+        "backward, at the first layer": made + layer + outside + way + in_layer,
+        "backward, at the embeddings": gradients + after,
+    }
+    total = parts["parameters"] + parts["states"] + max(moments.values())
     if strategy.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
-        host += (4 if dtype == "no" else 2) * parameters / devices
-    total = sum(parts.values()) + buffers + activations
-    return parts | {"buffers": buffers, "activations": activations, "total": total, "host": host}
+        host += size * parameters / devices
+    return parts | {"buffers": max(buffers, in_layer, after), "activations": kept + way,
+                    "total": total, "host": host}  # fmt: skip
 
 
 def largest_batch(memory, strategy, model, *rest):
@@ -310,10 +331,12 @@ def main():
     for row in rows:
         first, *others = zip(row, widths, strict=True)
         print(f"| {first[0]:{first[1]}} | {' | '.join(f'{t:>{w}}' for t, w in others)} |")
-    print("\nMB: 10^6 bytes on each device at the peak of a step; host: in the CPU's memory, for "
-          "each device.\nbatch: the largest micro-batch that fits; with AC: the largest with "
-          "--activation_checkpointing.\nLeave about 1 GB: the CUDA context and workspaces are not "
-          "in the table.")
+    print("\nMB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each part "
+          "is at its\nlargest. total: the peak of a step. The backward pass frees activations "
+          "while it makes gradients,\nso the total is less than the sum of the parts. DDP and "
+          "ZeRO-3 hold all gradients from the start.\nbatch: the largest micro-batch that fits; "
+          "with AC: the largest with --activation_checkpointing.\nLeave about 1 GB: the CUDA "
+          "context and workspaces are not in the table.")
     if args.mixed_precision == "bf16":
         print("dp: the scripts refuse it in bf16.")
 

@@ -106,8 +106,8 @@ def step_seconds(alone, sent, bandwidth, latency):
 # ----------------------------------------------------------------------------------------------------------- reading
 
 # What has to be the same for two runs to be compared: other data or another device is another experiment.
-SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "epochs", "steps", "precision",
-             "dynamo", "device_name", "torch"]
+SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "max_grad_norm",
+             "epochs", "steps", "precision", "dynamo", "device_name", "torch"]
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
         "global_batch_size", "strategy_options", "activation_checkpointing"]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
@@ -457,7 +457,8 @@ def describe_formulas(known):
         strategy, precision = cell["strategy"], cell["precision"]
         size = strategy, cell["parameters"], cell["devices"]
         simple = precision in ("no", "bf16")
-        sent.append(bytes_sent(*size, on_cpu) if precision == "no" else None)
+        again = strategy.startswith("zero3") and cell["activation_checkpointing"]  # was not counted
+        sent.append(bytes_sent(*size, on_cpu) if precision == "no" and not again else None)
         held.append(bytes_held(*size, precision) if simple else None)
         kept.append(bytes_of_activations(tokens[i], *sizes.loc[i], compute_dtype(strategy, precision),
                                          cell["activation_checkpointing"]) if simple else None)
@@ -476,7 +477,7 @@ def describe_formulas(known):
                 "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
                 "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
                 peak + " measured": show(known["peak_memory_mb"], "{:,.0f}"),
-                "of it training's, MB": show(known["training_memory_mb"], "{:,.0f}")}))
+                "MB of training alone": show(known["training_memory_mb"], "{:,.0f}")}))
 
 
 def describe_prediction(group, link, predict):

@@ -262,29 +262,30 @@ def main():
         return accelerator.end_training()
     run = Run(accelerator, strategy, args, ["accuracy"], {
         "model": f"lstm-{args.hidden_size}", "dataset": args.dataset, "samples": len(train_y),
-        "eval_samples": len(test_y), "sequence_length": train_x.shape[1]}, memory_in_use())
+        "eval_samples": len(test_y), "sequence_length": train_x.shape[1]})
     train_loader, test_loader = make_loaders(*data, run, accelerator.device)
 
+    run.memory_before = memory_in_use()
     set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_x.shape[2], args.hidden_size, args.dropout)
     run.record["parameters"] = sum(weight.numel() for weight in model.parameters())
-    model = wrap_for_dp(model, strategy, accelerator.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, run.total_steps, cycle_momentum=False)
-    model, optimizer, train_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, schedule)
-    test_loader = accelerator.prepare(test_loader)  # alone: DeepSpeed reads a batch size off all
-    mend_prepared(accelerator, strategy, model)
-    set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
-
-    if run.start(accelerator) == "completed":
-        return accelerator.end_training()
-    run.catch_stop_signals()
     with explain_out_of_memory(run, model):
+        model = wrap_for_dp(model, strategy, accelerator.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, args.learning_rate, run.total_steps, cycle_momentum=False)
+        model, optimizer, train_loader, schedule = accelerator.prepare(
+            model, optimizer, train_loader, schedule)
+        test_loader = accelerator.prepare(test_loader)  # alone: DeepSpeed reads all batch sizes
+        mend_prepared(accelerator, strategy, model)
+        set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
+
+        if run.start(accelerator) == "completed":
+            return accelerator.end_training()
+        run.catch_stop_signals()
         stopped = train(accelerator, model, optimizer, schedule, train_loader, test_loader, run)
-    if not stopped:
-        save_model(accelerator, model, run.folder)
+        if not stopped:
+            save_model(accelerator, model, run.folder)
     run.finish("preempted" if stopped else "completed")
     accelerator.end_training()
 
@@ -578,7 +579,7 @@ class Run:
 
     STATE = ("step", "loss_history", "evaluations", "best")  # what checkpoints keep of it
 
-    def __init__(self, accelerator, strategy, args, metrics, workload, memory_before):
+    def __init__(self, accelerator, strategy, args, metrics, workload):
         self.args, self.strategy, self.metrics = args, strategy, metrics  # the metrics' names
         self.stop_signals = []  # names of those that this rank received
         gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
@@ -603,7 +604,7 @@ class Run:
         self.grad_norm = None  # of the last step, before clipping; None without --max_grad_norm
         self.seconds = dict.fromkeys(("startup", "train", "eval", "total"), 0.0)
         self.peak_memory = {"train": None, "eval": None}  # of this rank, in MB
-        self.memory_before = memory_before  # bytes that libraries and data held before the model
+        self.memory_before = 0  # bytes that libraries and data held before there was a model
         self.profiling, self.profiler = contextlib.ExitStack(), None
 
     def describe(self, accelerator, workload):
@@ -618,9 +619,9 @@ class Run:
                "precision": accelerator.mixed_precision,
                "dynamo": accelerator.state.dynamo_plugin.backend.value.lower()}
         epochs = None if args.max_train_steps else args.num_epochs
-        workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps}
-        rates = {"dropout": args.dropout, "learning_rate": args.learning_rate,
-                 "max_grad_norm": args.max_grad_norm}
+        workload = workload | how | {"epochs": epochs, "steps": args.max_train_steps,
+                                     "max_grad_norm": args.max_grad_norm}
+        rates = {"dropout": args.dropout, "learning_rate": args.learning_rate}
         self.settings = where | workload | rates
         self.record = where | how | {
             "script": Path(__file__).name,
@@ -898,24 +899,30 @@ def explain_out_of_memory(run, model):
     """End a run that needs more memory than there is with one line: what holds how much on this
     rank, and what to try next. Libraries raise a RuntimeError, of which torch has a class for GPUs.
     """
+    words = "out of memory|[Cc]an(no|')t allocate memory|bad_alloc|ALLOC_FAILED"
     try:
         yield
         return
     except (RuntimeError, MemoryError) as problem:
-        known = re.search("out of memory|can't allocate memory|bad_alloc", str(problem))
-        if not known and not isinstance(problem, MemoryError):
+        if not isinstance(problem, MemoryError) and not re.search(words, str(problem)):
             raise
-        used, held = memory_in_use(), bytes_by_formula(run)
-        model_bytes, others = sum(held.values()), run.memory_before
-        activations = max(0, used - model_bytes - others)
-        held |= {"activations and all else": activations, "libraries and data": others}
+        used, needs = memory_in_use(), bytes_by_formula(run)
+        held = dict(needs)
+        if run.step == 0 and not run.strategy.startswith("zero"):  # the first step makes Adam's
+            held["optimizer states"] = 0
+        lazy = run.strategy in ("baseline", "dp", "fsdp")  # others make room for gradients first
+        if lazy and all(weight.grad is None for weight in model.parameters()):
+            held["gradients"] = 0
+        activations = max(0, used - sum(held.values()) - run.memory_before)
+        held |= {"activations and all else": activations, "libraries and data": run.memory_before}
         parts = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in held.items() if size)
-        rungs = "; ".join(next_rungs(run, model.training, model_bytes, activations))
+        training = model.training or run.step == 0
+        rungs = "; ".join(next_rungs(run, training, sum(needs.values()), activations))
     if torch.distributed.is_initialized() and PartialState().process_index:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)  # if rank 0 is out of memory as well, it speaks
     sys.exit(f"error: out of memory on rank {PartialState().process_index} in step {run.step + 1}, "
-             f"with {used / 1e6:,.0f} MB in use: {parts}. Try, in this order, {rungs}. See "
+             f"with {used / 1e6:,.0f} MB in use: {parts}. Try, in this order: {rungs}. See "
              "docs/ladder.md")
 
 
@@ -926,46 +933,52 @@ def memory_in_use():
 
 
 def bytes_by_formula(run):
-    """{part: bytes} that a rank holds on its device of the model and its training, with Adam."""
+    """{part: bytes} that a step needs on a rank's device besides activations, with Adam."""
     zero, options = run.strategy.startswith("zero"), run.settings["strategy_options"]
     low = 2 if zero and run.record["precision"] == "bf16" else 4  # DeepSpeed trains a bf16 copy
     sizes = {"parameters": low, "gradients": low, "optimizer states": 12 if zero else 8}
-    sharded = {"zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.get(run.strategy, 0)  # the last parts
-    if options.get("reshard_after_forward") == "false":  # the parameters stay gathered
-        sharded = 2
+    # How many of these parts, from the last one on, are in shards, and how many on the host.
+    sharded = {"zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.get(run.strategy, 0)
+    if options.get("reshard_after_forward") == "false":
+        sharded = 2  # the parameters stay gathered
     if run.strategy == "zero1" and run.args.gradient_accumulation_steps > 1:
         sharded = 1
-    hosted = 3 if "offload_param" in options or options.get("offload_params") == "true" else (
-        2 if "offload_optimizer" in options else 0)
-    held = {}
-    for place, (name, size) in enumerate(sizes.items()):
-        on_host = torch.cuda.is_available() and place >= 3 - hosted
-        ranks = run.devices if place >= 3 - sharded else 1
-        held[name] = 0 if on_host else run.record["parameters"] * size / ranks
-    return held
+    hosted = 2 if "offload_optimizer" in options else 0
+    if "offload_param" in options or options.get("offload_params") == "true":
+        hosted = 3
+    if not torch.cuda.is_available():
+        hosted = 0  # a CPU has one memory
+    ranks = [run.devices if 3 - place <= sharded else 1 for place in range(3)]
+    return {name: 0 if 3 - place <= hosted else run.record["parameters"] * size / ranks[place]
+            for place, (name, size) in enumerate(sizes.items())}
 
 
-def next_rungs(run, training, model_bytes, activations):
-    """What saves memory and what each saves, the cheapest first, as texts."""
-    args = run.args
-    ranks = run.devices if run.devices > 1 and run.strategy != "dp" else 2
-    shards = 16 * run.record["parameters"] / ranks
+def next_rungs(run, training, needed, activations):
+    """What to try next, in the order of docs/ladder.md, with what it saves at most, as texts.
+    `needed` and `activations` are bytes on this rank's device.
+    """
+    args, copy, ranks = run.args, 4 * run.record["parameters"], max(2, run.devices)
+    batch, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    rungs = []
     if not training:
-        yield f"--per_device_eval_batch_size {max(1, args.per_device_eval_batch_size // 2)}"
-    elif (batch := args.per_device_train_batch_size) > 1:
+        size = max(1, args.per_device_eval_batch_size // 2)
+        rungs.append((f"--per_device_eval_batch_size {size}", activations / 2))
+    elif batch > 1:  # the global batch stays the same
         parts = batch if batch % 2 else 2
-        yield (f"--per_device_train_batch_size {batch // parts} --gradient_accumulation_steps "
-               f"{args.gradient_accumulation_steps * parts}, the same global batch (saves "
-               f"{1 - 1 / parts:.0%} of the activations)")
+        whole = copy if micro_batches == 1 and run.strategy in ("ddp", "fsdp", "zero1") else 0
+        rungs.append((f"--per_device_train_batch_size {batch // parts} "
+                      f"--gradient_accumulation_steps {micro_batches * parts}",
+                      activations * (1 - 1 / parts) - whole))  # whole gradients are kept then
     if training and getattr(args, "activation_checkpointing", None) is False:
-        yield ("--activation_checkpointing (saves most of the "
-               f"{activations / 1e6:,.0f} MB of activations)")
-    if model_bytes > 1.05 * shards:
-        yield f"fsdp.yaml on {ranks} devices (saves {(model_bytes - shards) / 1e6:,.0f} MB)"
-    elif model_bytes:
-        yield f"twice as many devices (saves {model_bytes / 2e6:,.0f} MB)"
-    if model_bytes and torch.cuda.is_available():
-        yield "fsdp_offload.yaml (the host holds all but the activations)"
+        rungs.append(("--activation_checkpointing", activations))
+    shards = {"fsdp_keep": copy + 3 * copy / ranks, "fsdp": 4 * copy / ranks}
+    if torch.cuda.is_available():
+        shards["fsdp_offload"] = 0
+    rungs += [(f"{name}.yaml on {ranks} devices", needed - left) for name, left in shards.items()]
+    if run.strategy in ("fsdp", "zero3"):
+        rungs.append(("twice as many devices", needed / 2))
+    texts = [f"{text} (saves up to {saved / 1e6:,.0f} MB)" for text, saved in rungs if saved > 1e6]
+    return texts or ["a smaller model, or a device with more memory"]
 
 
 def describe_rank(run):

@@ -14,8 +14,8 @@ SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folde
             and rank 0 no file of rank 1 in them
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
-SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; on a GPU, so many
-SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 4 and 14 end
+SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; a GPU has so many
+SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 2 and 12 end
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
@@ -247,7 +247,7 @@ def spy_on_the_wire():
     original, sent = script.Run.end_step, []
 
     def end_step(self):
-        if self.step + 1 in (4, 14):
+        if self.step + 1 in (2, 12):
             [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
             sent.append(int(line.split()[9]))
             (Path(os.environ["SPY_WIRE"]) / f"wire_{RANK}.json").write_text(json.dumps(sent))

@@ -134,7 +134,7 @@ def another_user_with_a_read_only_home_and_an_odd_path(folder):
     root, home = folder / "Übung 1" / "clone", folder / "home"
     for name in ("accelerate_configs", "tests/data"):
         shutil.copytree(ROOT / name, root / name)
-    for name in ("report.py", "train_bert_squad.py"):
+    for name in ("report.py", "fit.py", "train_bert_squad.py"):
         shutil.copy(ROOT / name, root)
     home.mkdir()
     home.chmod(0o555)

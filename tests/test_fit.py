@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import ROOT, launch, run
 from test_bert import TINY
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,13 +23,13 @@ SHAPES = [  # batch, width, hidden size, intermediate size, layers
 ]
 
 
-def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0):
+def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0, rows=344):
     """A SpanBert as the script makes it, and its inputs. Attention has no dropout: with it, a CPU
     keeps the scores, which a GPU does not.
     """
     batch, width, hidden, inner, layers = shape
     config = transformers.BertConfig(
-        vocab_size=344, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        vocab_size=rows, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
@@ -39,7 +40,7 @@ def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mask = torch.ones(batch, width, dtype=torch.bool)
     mask[0, -9:] = False
-    ids, types = torch.randint(344, (batch, width)), torch.zeros(batch, width, dtype=torch.int)
+    ids, types = torch.randint(rows, (batch, width)), torch.zeros(batch, width, dtype=torch.int)
     return model, {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
@@ -147,27 +148,49 @@ class Live(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
-def test_the_total_is_the_peak_of_a_step(shape, precision, checkpointing):
-    """Of the baseline, whose gradients are there from the first of two micro-batches on."""
-    batch, width, hidden, inner, layers = shape
-    dtype = fit.compute_dtype("baseline", precision)
-    model, inputs = make_bert(shape, checkpointing=checkpointing)
+def count_peak(shape, dtype, checkpointing, accumulation, rows):
+    """The most bytes in two steps of the baseline."""
+    model, inputs = make_bert(shape, checkpointing=checkpointing, rows=rows)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with Live() as live:
         for parameter in model.parameters():
             live.see(parameter)
         for _ in range(2):
-            for _ in range(2):
+            for _ in range(accumulation):
                 forward(model, inputs, dtype).backward()
             optimizer.step()
             optimizer.zero_grad()
-    sizes = dict(zip(fit.SIZES, (layers, hidden, inner, 344, 512, 2), strict=True))
-    held = fit.memory_of("baseline", sizes, batch, width, 1, precision, checkpointing)
-    assert live.peak == pytest.approx(held["total"], rel=0.1)
-    print(f"{shape}, {precision}, {checkpointing}: {live.peak / held['total']:.3f}")
+    return live.peak
+
+
+def compare_peak(shape, precision, checkpointing, accumulation=1, rows=344):
+    """A second micro-batch finds all gradients there, as DDP does: then DDP's total holds."""
+    batch, width, hidden, inner, layers = shape
+    yaml = "baseline" if accumulation == 1 else "ddp"
+    dtype = fit.compute_dtype(yaml, precision)
+    peak = count_peak(shape, dtype, checkpointing, accumulation, rows)
+    sizes = dict(zip(fit.SIZES, (layers, hidden, inner, rows, 512, 2), strict=True))
+    total = fit.memory_of(yaml, sizes, batch, width, 1, precision, checkpointing)["total"]
+    print(f"{shape}, {precision}, checkpointing {checkpointing}, accumulation {accumulation}: "
+          f"{peak / 1e6:.1f} / {total / 1e6:.1f} MB = {peak / total:.3f}")
+    assert peak == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
+def test_the_total_is_the_peak_of_a_step(shape, precision, checkpointing, accumulation):
+    compare_peak(shape, precision, checkpointing, accumulation)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_total_is_the_peak_of_a_step_of_bert_base(batch, precision, checkpointing):
+    """Its tensors have sizes and no contents, so this takes no memory."""
+    with FakeTensorMode():
+        compare_peak((batch, 384, 768, 3072, 12), precision, checkpointing, rows=30522)
 
 
 HELD = {  # bytes a parameter of parameters, gradients, states and host, as counted on 2 CPU ranks
@@ -245,14 +268,33 @@ def test_a_total_by_hand():
     activations = tokens * (12 * 64 + 8 + 20) * 768
     base = fit.MODELS["bert-base"]
     assert fit.memory_of("ddp", base, 4, 384, 2)["total"] == 16 * psi + activations
+    zero3 = fit.memory_of("zero3", base, 4, 384, 2)
+    assert zero3["total"] == 10 * psi + 4 * 40_000_000 + activations
+    # Others have no gradients yet when all activations are there.
+    assert fit.memory_of("baseline", base, 4, 384, 2)["total"] == 12 * psi + activations
     held = fit.memory_of("zero2", base, 4, 384, 2)
-    assert held["total"] == 12 * psi + 2 * 4 * 10_000_000 + activations
+    assert held["total"] == 10 * psi + 2 * 4 * 10_000_000 + activations
     assert held["activations"] == activations == 938_999_808
     layer, embeddings = 7_087_872, 23_837_184
     held = fit.memory_of("fsdp_keep", base, 4, 384, 2, "bf16")
     in_bf16 = tokens * (12 * 32 + 4 + 10) * 768
-    assert held["total"] == 8 * psi + 2 * (psi + 2 * layer) + in_bf16
-    # With hardly an activation, the embeddings or the copies in ZeRO's step are the peak.
+    assert held["total"] == 6 * psi + 2 * (psi + 2 * layer) + in_bf16
+    # Where a layer is recomputed, the peak is at the first layer: only the embeddings have no
+    # gradients yet. FSDP has them gathered, and three times a layer.
+    again = tokens * 2 * (64 + 8 + 20) * 768
+    total = fit.memory_of("baseline", base, 8, 384, 1, "no", True)["total"]
+    assert total == pytest.approx(16 * psi - 4 * embeddings + again)
+    total = fit.memory_of("fsdp", base, 8, 384, 2, "no", True)["total"]
+    assert total == pytest.approx(8 * psi + 2 * embeddings + 12 * layer + again)
+    # Under autocast as well, with the copies of one layer. DDP's peak is before, with all copies.
+    linear, window = layer - 9 * 768 - 3072, 384 * 768  # without biases and normalisations
+    total = fit.memory_of("baseline", base, 8, 384, 1, "bf16", True)["total"]
+    one = 2 * (linear + 2 * 768 / 12) + 8 * window * (24 + 16 + 6 + 10)
+    assert total == pytest.approx(16 * psi - 4 * embeddings + one)
+    total = fit.memory_of("ddp", base, 1, 384, 2, "bf16", True)["total"]
+    assert total == 16 * psi + 2 * (12 * linear + 2 * 768) + window * (12 * 4 + 6)
+    # With hardly an activation, the gradients, the embeddings or the copies in ZeRO's step are.
+    assert fit.memory_of("baseline", base, 1, 1, 2, "bf16", True)["total"] == 16 * psi
     assert fit.memory_of("fsdp", base, 1, 1, 2, "bf16")["total"] == 8 * psi + 6 * embeddings
     assert fit.memory_of("zero2", base, 1, 1, 2, "bf16")["total"] == (2 + 7 + 3) * psi
     assert fit.memory_of("zero2_offload", base, 1, 1, 2, "bf16")["host"] == (8 + 1) * psi
@@ -272,6 +314,22 @@ def test_the_largest_micro_batch_is_the_last_that_fits(memory, precision):
                 strategy, base, batches[-1], *rest)["total"] <= size  # fmt: skip
             assert fit.memory_of(strategy, base, batches[-1] + 1, *rest)["total"] > size
         assert batches[0] < batches[1] or batches[1] == 0 or size < 3e9
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_total_is_more_than_its_parts(batch, precision, checkpointing):
+    for strategy in fit.PLACES:
+        held = fit.memory_of(strategy, fit.MODELS["bert-base"], batch, 384, 2, precision,
+                             checkpointing)  # fmt: skip
+        parts = sum(held[name] for name in ("parameters", "gradients", "states", "buffers",
+                                            "activations"))  # fmt: skip
+        assert held["parameters"] + held["states"] < held["total"] <= parts
+        if strategy == "ddp" and precision == "no":
+            assert held["total"] == parts
+        elif strategy == "baseline":
+            assert held["total"] < parts
 
 
 def test_every_rung_frees_memory():
