@@ -180,21 +180,30 @@ def undisturbed(tmp_path_factory):
     return get
 
 
+def kill_and_resume(strategy, folder, reference, saving, accumulation=1):
+    """A run with the flags `saving`, every 5 steps, of which rank 1 gets SIGKILL in step 19; the Result after --resume.
+    It has seen the rest of what the undisturbed `reference` saw, and ends as that did.
+    """
+    spying = {"SPY_DIR": str(folder)}
+    killed = launch(strategy, SCRIPT, folder, *saving, env=spying | {"SPY_SIGNAL": f"SIGKILL 1 {18 * accumulation}"},
+                    ok=False)  # fmt: skip
+    assert killed.code != 0 and not (folder / "run.json").exists()
+    for rank in (0, 1):
+        (folder / f"ids_{rank}.jsonl").unlink()
+    resumed = launch(strategy, SCRIPT, folder, *saving, "--resume", env=spying)
+    assert step_of(resumed.record["resumed_from"]) == 15  # in the second epoch
+    for rank in (0, 1):
+        whole = ids_seen(reference.folder, rank)
+        assert len(whole) == STEPS * accumulation and ids_seen(folder, rank) == whole[15 * accumulation :]
+    assert_same_end(resumed, reference)
+    return resumed
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
     reference = undisturbed(strategy)
     saving = [*flags(dropout=0.1), "--checkpointing_steps", 5]
-    killed = launch(strategy, SCRIPT, tmp_path, *saving, env={"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "SIGKILL 1 18"},
-                    ok=False)  # fmt: skip
-    assert killed.code != 0 and not (tmp_path / "run.json").exists()
-    for rank in (0, 1):
-        (tmp_path / f"ids_{rank}.jsonl").unlink()
-    resumed = launch(strategy, SCRIPT, tmp_path, *saving, "--resume", env={"SPY_DIR": str(tmp_path)})
-    assert step_of(resumed.record["resumed_from"]) == 15  # in the second epoch
-    for rank in (0, 1):
-        whole = ids_seen(reference.folder, rank)
-        assert len(whole) == STEPS and ids_seen(tmp_path, rank) == whole[15:]
-    assert_same_end(resumed, reference)
+    resumed = kill_and_resume(strategy, tmp_path, reference, saving)
     assert predictions(resumed) == predictions(reference)
     assert resumed.record["tokens"] == reference.record["tokens"]
     assert resumed.record["padding_share"] == reference.record["padding_share"]

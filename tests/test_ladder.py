@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, ids_seen, predictions
-from test_mnist_resume import assert_same_end, step_of
+from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, kill_and_resume, predictions
 from torch.testing import assert_close
 
 import report
@@ -91,16 +90,7 @@ def test_each_rank_of_a_rung_holds_what_the_formula_says(name, runs):
 def test_a_rung_resumes_exactly_after_sigkill(name, runs, tmp_path):
     reference = runs(name, "--activation_checkpointing", accumulation=2)
     same = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]
-    killed = launch(name, SCRIPT, tmp_path, *same, env={"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "SIGKILL 1 36"},
-                    ok=False)  # fmt: skip
-    assert killed.code != 0 and not (tmp_path / "run.json").exists()
-    for rank in (0, 1):
-        (tmp_path / f"ids_{rank}.jsonl").unlink()
-    resumed = launch(name, SCRIPT, tmp_path, *same, "--resume", env={"SPY_DIR": str(tmp_path)})
-    assert step_of(resumed.record["resumed_from"]) == 15  # in the second epoch
-    for rank in (0, 1):
-        assert ids_seen(tmp_path, rank) == ids_seen(reference.folder, rank)[30:]
-    assert_same_end(resumed, reference)
+    kill_and_resume(name, tmp_path, reference, same, accumulation=2)
 
 
 # ------------------------------------------------------------------------------------------------------ out of memory
@@ -166,8 +156,9 @@ def test_the_line_says_what_a_step_needs_and_what_saves_how_much(name, options, 
     model = torch.nn.Linear(1, 1)
     model(torch.ones(1)).sum().backward()  # so that there are gradients
 
-    def explained(problem, in_use=1e9):
-        monkeypatch.setattr(script, "memory_in_use", lambda: in_use)
+    monkeypatch.setattr(script, "memory_in_use", lambda: 1e9)
+
+    def explained(problem):
         with pytest.raises(type(problem) if "ended" in str(problem) else SystemExit) as ended:
             with script.explain_out_of_memory(run, model):
                 raise problem
@@ -235,7 +226,7 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
     assert "| fsdp_keep, recomputing " in text and "MB of training alone" in text
 
 
-def test_the_page_names_every_rung_and_its_commands_work(tmp_path):
+def test_the_page_names_every_rung_and_its_commands_work():
     for name in RUNGS:
         assert f"`{name}.yaml`" in PAGE
     for command in ["python fit.py 40GB", *re.findall(r"^python fit\.py.*$", PAGE.split("```sh")[0], re.M)]:
