@@ -1,34 +1,53 @@
-"""Turn run records into a lab report: time, speedup and efficiency of each strategy on each node shape, and why.
+"""Turn run records into a lab report: the time, speedup and efficiency of each strategy on each
+node shape, and why.
 
-    python report.py runs/                              # every run.json below runs/
-    python report.py --times times.csv                  # measured by hand: strategy,nodes,gpus_per_node,seconds
-    python report.py runs/ --predict 64 --check runs/check-ddp-1234/check.json        # more devices, by formula
+    python report.py runs/                    # every run.json below runs/
+    python report.py --times times.csv        # by hand: strategy,nodes,gpus_per_node,seconds
+    python report.py runs/ --predict 64 --check runs/check-ddp-1234/check.json    # more devices
 
-prints the tables, and writes report.md, report.csv and plots (PNG) into the output directory. It reads nothing but the
-records that the training scripts leave, their traces (--profile), the plan of a sweep (sweep.csv) and the link that
-sbatch/check.sh measured. The formulas are the first thing in this file; those of memory are in fit.py.
+prints the tables, and writes report.md, report.csv and plots (PNG) into the output directory. It
+reads nothing but the records that the training scripts leave, their traces (--profile), the plan of
+a sweep (sweep.csv), and the links that sbatch/check.py measured (check.json). The formulas are the
+first thing in this file; those of memory are in fit.py, those of a step's time in predict.py.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 
-import matplotlib
 import pandas as pd
 
-from fit import bytes_held, bytes_of_activations, compute_dtype
-
-matplotlib.use("Agg")  # files only, no screen
-from matplotlib import pyplot  # noqa: E402  after the choice above
+from explain import (
+    PARTS,
+    SAME_WORK,
+    STEADY_STEPS,
+    computing_seconds,
+    doubts,
+    find_alone,
+    find_link,
+    predict_cells,
+    same,
+    sentences,
+    shape,
+    split_step,
+)
+from fit import bytes_held, bytes_of_activations, bytes_of_parts, compute_dtype
+from pictures import plot_work
+from predict import link_of, predict
 
 # ---------------------------------------------------------------------------------------------------------- formulas
 
 
 def speedup(baseline_seconds, seconds):
-    """S(p) = T(baseline) / T(p), of the same work; T is the median of the seconds of training."""
+    """S(p) = T(baseline) / T(p). T is the time of the same work: what steady steps take per sample,
+    or the seconds of training.
+    """
     return baseline_seconds / seconds
 
 
@@ -93,26 +112,15 @@ def flops_utilization(row):
     return 6 * parameters * row["tokens_per_second"] / (peak * row["devices"])
 
 
-def step_seconds(alone, sent, bandwidth, latency):
-    """Seconds of a step from those of one device, the bytes that a rank sends, and the link: (all overlapped, none).
-
-    Left out: how much really overlaps, that each bucket and layer pays the latency anew, that nodes share switches, and
-    that the slowest rank sets the pace.
-    """
-    link = latency + sent / bandwidth if sent else 0
-    return max(alone, link), alone + link
-
-
 # ----------------------------------------------------------------------------------------------------------- reading
 
-# What has to be the same for two runs to be compared: other data or another device is another experiment.
-SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length", "max_grad_norm",
-             "epochs", "steps", "precision", "dynamo", "device_name", "torch"]
+WARMUP_STEPS = 10  # of the training scripts: samples_per_second leaves them out
 CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
         "global_batch_size", "strategy_options", "activation_checkpointing"]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
 FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb",
-           "training_memory_mb", "samples_trained"]
+           "training_memory_mb", "samples_trained", "trained_steps", "loading_seconds",
+           "waiting_seconds", "padded_tokens"]
 NAMES = SAME_WORK + CELL + ARCHITECTURE + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
 
 
@@ -174,9 +182,14 @@ def read_record(path, folder):
         "training_memory_mb": max(float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
                                   for rank in record["ranks"]),
         "samples_trained": record["steps"] * record["global_batch_size"],
+        "trained_steps": record["steps"],
+        "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, record["steps"]),
+        "waiting_seconds": find_waiting(record),
+        "padded_tokens": find_padded_tokens(record),
         "log": find_log(path, record, folder),
         "torch": record["versions"]["torch"],
         "strategy": name_yaml(record["strategy"], record.get("strategy_options") or {}),
+        "samples_per_second": record.get("samples_per_second") or None,
         "strategy_options": json.dumps(record.get("strategy_options") or {}, sort_keys=True),
         "activation_checkpointing": bool(record.get("activation_checkpointing")),
     }
@@ -186,6 +199,25 @@ def read_record(path, folder):
         if {"rank", "host", "real", "user", "sys"} - set(rank):
             raise ValueError(f"a rank has only {', '.join(rank)}")
     return row | {"tokens_per_second": row["tokens_per_second"] or None}
+
+
+def find_waiting(record):
+    """Seconds per step that a rank waits for the slowest one, on average: the most that a rank
+    computes less the mean. The CPU seconds of a thread tell it, where the CPU is what computes.
+    """
+    computed = [rank.get("train_cpu", math.nan) for rank in record["ranks"]]
+    if not record["device_name"].startswith("CPU"):
+        return math.nan
+    return (max(computed) - sum(computed) / len(computed)) / max(1, record["steps"])
+
+
+def find_padded_tokens(record):
+    """Tokens per device and step, padding included, the mean over the ranks: a larger global batch
+    is padded more. NaN for what has no tokens.
+    """
+    if not record.get("tokens") or record.get("padding_share") is None or not record["steps"]:
+        return math.nan
+    return record["tokens"] / (1 - record["padding_share"]) / record["steps"] / record["devices"]
 
 
 def find_log(path, record, folder):
@@ -255,6 +287,9 @@ def read_times(path):
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
+SURE = ["surely_faster", "surely_slower"]  # than one device, whichever repeats are compared
+
+
 def make_cells(runs):
     """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and efficiency. `shown`
     is the strategy in words. Speedups are against a baseline that keeps its activations.
@@ -265,22 +300,49 @@ def make_cells(runs):
         middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # the median run, or one beside it
         row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
         row |= {name: middle[name] for name in [*ARCHITECTURE, "run", "parameters", "ranks", "log"]}
-        rows.append(row | {"repeats": len(repeats), "fastest": repeats["seconds"].min(),
-                           "slowest": repeats["seconds"].max(), "losses": list(repeats["loss_history"])})
+        rows.append(row | {
+            "repeats": len(repeats), "fastest": repeats["seconds"].min(),
+            "slowest": repeats["seconds"].max(), "losses": list(repeats["loss_history"]),
+            "lowest_rate": repeats["samples_per_second"].min(),
+            "highest_rate": repeats["samples_per_second"].max()})
     cells = pd.DataFrame(rows, columns=SAME_WORK + CELL + ARCHITECTURE + FIGURES + [
-        "repeats", "fastest", "slowest", "run", "parameters", "ranks", "log", "losses"])
-    for name in ("fixed", "speedup", "efficiency"):
-        cells[name] = pd.Series(dtype=object if name == "fixed" else float)
+        "repeats", "fastest", "slowest", "lowest_rate", "highest_rate", "run", "parameters",
+        "ranks", "log", "losses"])  # fmt: skip
+    cells["step_seconds"] = (cells["global_batch_size"] / cells["samples_per_second"]).astype(float)
+    warm = (cells["trained_steps"] // 2).clip(upper=WARMUP_STEPS)
+    cells["steady_steps"] = (cells["trained_steps"] - warm).where(cells["step_seconds"].notna())
+    steady = cells["steady_steps"] >= STEADY_STEPS
+    width = (cells["highest_rate"] - cells["lowest_rate"]) / cells["samples_per_second"]
+    other = (cells["slowest"] - cells["fastest"]) / cells["seconds"]
+    cells["spread"] = width.where(steady, other).astype(float)
+    for name in ("fixed", "basis", "speedup", "efficiency", "speedup_low", "speedup_high"):
+        cells[name] = pd.Series(dtype=object if name in ("fixed", "basis") else float)
     cells["activation_checkpointing"] = recomputing = cells["activation_checkpointing"].eq(True)  # not known is no
+    cells[SURE] = False
     for i, cell in cells.iterrows():
         fixed, baseline = find_baseline(cell, cells[~recomputing])
         if fixed:
-            gain = speedup(baseline["seconds"], cell["seconds"])
-            cells.loc[i, ["fixed", "speedup", "efficiency"]] = fixed, gain, efficiency(gain, cell["devices"])
+            if min(cell["steady_steps"], baseline["steady_steps"]) >= STEADY_STEPS:
+                rates = cell[["samples_per_second", "lowest_rate", "highest_rate"]]
+                basis, *times = "steady steps", *(1 / rates)
+                base, *ends = 1 / baseline[["samples_per_second", "highest_rate", "lowest_rate"]]
+            else:
+                basis, *times = "training", *cell[["seconds", "slowest", "fastest"]]
+                base, *ends = baseline[["seconds", "fastest", "slowest"]]
+            gain, low, high = (speedup(base, seconds) for seconds in times)
+            found = {"fixed": fixed, "basis": basis, "speedup": gain, "speedup_low": low,
+                     "speedup_high": high, "efficiency": efficiency(gain, cell["devices"])}
+            cells.loc[i, list(found)] = list(found.values())
+            cells.loc[i, SURE] = [times[1] < ends[0], times[2] > ends[1]]
     cells["shown"] = cells["strategy"]
     for _, alike in cells.groupby([*SAME_WORK, "strategy"], dropna=False):
         cells.loc[alike.index, "shown"] += differing_options(alike["strategy_options"])
     cells.loc[recomputing, "shown"] += ", recomputing"
+    for _, twins in cells.groupby([*SAME_WORK, "shown", "nodes", "gpus_per_node"], dropna=False):
+        if len(twins) > 1:  # of one shape, with other batches
+            cells.loc[twins.index, "shown"] += [
+                f", batch {batch:.0f} x {micro:.0f}" for batch, micro in
+                zip(twins["per_device_batch_size"], twins["gradient_accumulation_steps"], strict=True)]
     cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
                     for _, cell in cells.iterrows()]
     return cells
@@ -293,13 +355,6 @@ def differing_options(options):
                      if any(other.get(key) != variant[key] for other in variants)})
     texts = [", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ) for variant in variants]
     return [f" ({text})" if text else "" for text in texts]
-
-
-def same(cell, cells, names):
-    """The cells that have the same values in these columns; what is not known equals what is not known."""
-    for name in names:
-        cells = cells[cells[name].isna()] if pd.isna(cell[name]) else cells[cells[name] == cell[name]]
-    return cells
 
 
 def find_baseline(cell, cells):
@@ -383,9 +438,15 @@ KINDS = """**What is fixed** says against what a speedup is measured. *Batch per
 in a step as the baseline, so the global batch grows with the devices, an epoch has fewer steps, and the run trains
 otherwise. *Global batch*: the same steps and, without dropout, the same losses and weights as the baseline; each
 device has its part of the batch. *Not known*: measured by hand; you answer for the work being the same. The baseline
-is one device; speedup = its time / time, efficiency = speedup / devices. Times are the medians of `seconds.train` over
-the repeats. Samples/s leaves out the warm-up. MFU is the share of the GPU's peak FLOP/s that the model's products use,
-the warm-up included."""
+is one device; speedup = its time / time, efficiency = speedup / devices.
+
+**Which time.** The column *of* says it. *Steady steps*: the time per sample of all steps but the
+first 10, in which memory and connections are set up. It is used where both cells have at least 30
+steady steps. *Training*, in short runs and for times measured by hand: `seconds`, all of training.
+`total` also has the start, evaluations and saving. All figures are medians over the repeats. *Note*
+says where a cell is not enough to rely on: fewer than 30 steady steps, or repeats that differ by
+more than 10 %. MFU is the share of the GPU's peak FLOP/s that the model's products use, the warm-up
+included."""
 
 
 def table(columns):
@@ -398,8 +459,8 @@ def show(values, form):
     return [None if value is None or pd.isna(value) else form.format(value) for value in values]
 
 
-def shape(cell):
-    return f"{cell['nodes']:.0f} x {cell['gpus_per_node']:.0f}"
+def shapes_of(cells):
+    return [shape(cell) for _, cell in cells.iterrows()]
 
 
 def name_work(cell):
@@ -410,20 +471,28 @@ def name_work(cell):
                      for name, value in values.items())
 
 
-def describe_work(group, missing, link, predict):
+def describe_work(group, parts, held, missing, links, predict_to):
     """The sections of one workload, as Markdown; `missing` are its runs that are no timings."""
+    timed = {(cell["strategy"], shape(cell)) for _, cell in group.iterrows()}
+    lost = sorted({(run["strategy"], shape(run)) for _, run in missing.iterrows()} - timed)
+    shown = sentences(group, parts, [f"{strategy} {size}" for strategy, size in lost], bool(links))
+    if shown:
+        yield "**What this shows.** " + " ".join(shown)
     shapes = [shape(cell) for _, cell in group.iterrows()]
     spread = [f"{low:.2f}-{high:.2f}" for low, high in zip(group["fastest"], group["slowest"], strict=True)]
     yield table({
         "strategy": group["shown"], "nodes x devices": shapes,
         "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
+        "step in ms": show(group["step_seconds"] * 1000, "{:.2f}"),
+        "samples/s": show(group["samples_per_second"], "{:,.1f}"),
         "seconds": show(group["seconds"], "{:.2f}"), "fastest-slowest": spread,
-        "total": show(group["total_seconds"], "{:.1f}"), "samples/s": show(group["samples_per_second"], "{:,.1f}"),
+        "total": show(group["total_seconds"], "{:.1f}"),
         "peak MB": show(group["peak_memory_mb"], "{:,.0f}"), "MFU": show(group["mfu"], "{:.0%}"),
-        "fixed": group["fixed"], "speedup": show(group["speedup"], "{:.2f}"),
-        "efficiency": show(group["efficiency"], "{:.0%}"), "median run": group["run"], "log": group["log"]})
-    timed = {(cell["strategy"], shape(cell)) for _, cell in group.iterrows()}
-    lost = sorted({(run["strategy"], shape(run)) for _, run in missing.iterrows()} - timed)
+        "fixed": group["fixed"], "of": group["basis"],
+        "speedup": show(group["speedup"], "{:.2f}"),
+        "efficiency": show(group["efficiency"], "{:.0%}"),
+        "note": [doubts(cell) or None for _, cell in group.iterrows()],
+        "median run": group["run"], "log": group["log"]})
     if lost:
         yield "Nothing to show of: " + ", ".join(f"{strategy} {size}" for strategy, size in lost) + "; see the end."
     keeping = group[~group["activation_checkpointing"]]
@@ -435,37 +504,136 @@ def describe_work(group, missing, link, predict):
                "many samples (1 % more or less). With --max_train_steps it takes the same global batch; with epochs, "
                "numbers of samples that global batches divide.")
     known = group[group["parameters"].notna()]
+    if len(parts):
+        yield describe_parts(group, parts)
+    yield from describe_predictions(group, links, predict_to)
     if len(known):
-        yield describe_formulas(known)
+        yield describe_formulas(known, held)
         yield "The median runs and their ranks, as `time` prints them:"
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
                      | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
                      | {"peak MB": f"{rank['peak_memory_mb'] or math.nan:,.0f}"} for run, rank in ranks])
-    if predict:
-        yield from describe_prediction(group, link, predict)
 
 
-def describe_formulas(known):
-    """What each rank of these cells sends and holds by formula, and its measured peak, as Markdown."""
-    once = known["gradient_accumulation_steps"] == 1
-    sizes = known[ARCHITECTURE].astype(float)
-    tokens = (known["per_device_batch_size"] * known["sequence_length"]).astype(float)
-    held, kept, sent = [], [], []
-    on_cpu = known["device_name"].iloc[0].startswith("CPU")
+def describe_parts(group, parts):
+    """Where the time of a step went, as Markdown."""
+    cells = group.loc[parts.index]
+    return (
+        "Where the time of a step went, in ms. The parts add up to the mean step, all steps of "
+        "training. *Computing* is the baseline's steady step without its loading, *bookkeeping* "
+        "what the same strategy takes longer on one device. *Communication* is what the prediction "
+        "adds for several devices, and *waiting* is how much longer the slowest rank computes than "
+        "the mean rank; profiled runs of the same cell measure both. *Start* is what the first "
+        "steps took longer, shared out over all steps. What is left is *unexplained*; below zero, "
+        "the other parts are too large.\n\n" + table({
+            "strategy": cells["shown"], "nodes x devices": shapes_of(cells),
+            "step": show(parts["step"] * 1000, "{:.2f}")}
+            | {name: show(parts[name] * 1000, "{:.2f}") for name in PARTS}))
+
+
+def describe_predictions(group, links, predict_to):
+    """Predicted steps beside the measured ones, and, up to `predict_to` devices, further ones with
+    their intervals, as Markdown.
+    """
+    known = group[group["predicted_step_seconds"].notna() & group["step_seconds"].notna()]
+    misses = known["predicted_step_seconds"] / known["step_seconds"] - 1
+    if len(known):
+        alone = [computing_seconds(cell, find_alone(cell, group)) for _, cell in known.iterrows()]
+        yield ("Predicted from the same strategy's step on one device and the measured link "
+               "(predict.py); a miss above zero means that the prediction is too long:")
+        yield table({
+            "strategy": known["shown"], "nodes x devices": shapes_of(known),
+            "step in ms, one device": show([seconds * 1000 for seconds in alone], "{:.2f}"),
+            "predicted": show(known["predicted_step_seconds"] * 1000, "{:.2f}"),
+            "measured": show(known["step_seconds"] * 1000, "{:.2f}"),
+            "miss": show(misses, "{:+.0%}")})
+    if predict_to:
+        miss = max(misses.abs().max() if len(known) else 0, 0.1)
+        yield from describe_more_devices(group, links, predict_to, miss)
+
+
+def describe_more_devices(group, links, predict_to, miss):
+    """Predicted steps and efficiencies at 2, 4, ... `predict_to` devices, with intervals that begin
+    at a relative `miss`, as Markdown.
+    """
+    alone = group[(group["devices"] == 1) & group["step_seconds"].notna()]
+    alone, rows = alone[alone["strategy"] != "baseline"], []
+    if not len(alone):
+        yield ("No prediction: it starts from a run of each strategy on one device "
+               "(--num_processes 1), long enough for a samples_per_second.")
+        return
+    counts = {2**i for i in range(1, int(math.log2(predict_to)) + 1)} | {predict_to}
+    for (_, cell), devices in itertools.product(alone.iterrows(), sorted(counts)):
+        link, base = find_link(cell, links), find_alone(cell, group, baseline=True)
+        ring, tree = (link and predict(cell["step_seconds"], cell, devices, link, tree)
+                      for tree in (False, True))
+        if ring is None:  # no link of this kind of device, or no formula
+            continue
+        grown = (1 + miss) ** max(1, 1 + math.log2(devices / link["processes"]))
+        low, high = min(tree, ring) / grown, max(tree, ring) * grown
+        row = {"strategy": cell["shown"], "devices": devices,
+               "step in ms, predicted": f"{ring * 1000:.2f}",
+               "from-to": f"{low * 1000:.2f}-{high * 1000:.2f}",
+               "efficiency, predicted": None, "efficiency, from-to": None}
+        if base is not None:
+            best, worst = (base["step_seconds"] / seconds for seconds in (low, high))
+            row |= {"efficiency, predicted": f"{base['step_seconds'] / ring:.0%}",
+                    "efficiency, from-to": f"{worst:.0%}-{min(1, best):.0%}"}
+        rows.append(row)
+    if not rows:
+        yield "No prediction: no check.json is of devices like these, or no formula is known."
+        return
+    link = find_link(alone.iloc[0], links)
+    yield ("More devices, by formula: the batch per device as on one, every device behind the link "
+           f"that {link['processes']} processes on {link['nodes']} node(s) measured. The interval "
+           f"begins at {miss:.0%}, the largest miss above but at least 10 %, and grows by as much "
+           "with each doubling beyond what was checked. Its low end sends through a tree, its high "
+           "end round a ring. Not modelled: links that nodes share, slower ranks, and the topology "
+           "inside a node.")
+    yield table(rows)
+
+
+HELD = ["parameters", "gradients", "states", "host"]  # what fit.py calls the parts of memory
+
+
+def hold_by_formula(known):
+    """Bytes of parameters, gradients, states and activations of a rank of each cell by formula, as
+    a DataFrame; NaN where there is no formula.
+    """
+    rows = {}
     for i, cell in known.iterrows():
         strategy, precision = cell["strategy"], cell["precision"]
-        size = strategy, cell["parameters"], cell["devices"]
-        simple = precision in ("no", "bf16")
-        again = strategy.startswith("zero3") and cell["activation_checkpointing"]  # was not counted
-        sent.append(bytes_sent(*size, on_cpu) if precision == "no" and not again else None)
-        held.append(bytes_held(*size, precision) if simple else None)
-        kept.append(bytes_of_activations(tokens[i], *sizes.loc[i], compute_dtype(strategy, precision),
-                                         cell["activation_checkpointing"]) if simple else None)
-    sent, held, kept = (pd.Series(values, known.index, float) for values in (sent, held, kept))
-    # With accumulation these keep whole gradients from the first micro-batch of a step to its last.
-    whole = known["strategy"].eq("zero1") | known["strategy"].str.startswith("fsdp")
-    sent, held = sent.where(once), held.where(once | ~whole)
+        row = dict.fromkeys([*HELD, "activations"], math.nan)
+        if precision in ("no", "bf16") and bytes_held(strategy, 1, 1) is not None:
+            row |= bytes_of_parts(strategy, cell["parameters"], int(cell["devices"]), precision)
+            tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
+            kept = bytes_of_activations(
+                tokens, *cell[ARCHITECTURE].astype(float), compute_dtype(strategy, precision),
+                cell["activation_checkpointing"])
+            row["activations"] = math.nan if kept is None else kept
+        # With accumulation these keep whole gradients from the first micro-batch to the last.
+        keeps = strategy == "zero1" or strategy.startswith("fsdp")
+        if keeps and cell["gradient_accumulation_steps"] > 1:
+            row |= dict.fromkeys(HELD, math.nan)
+        rows[i] = row
+    return pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
+
+
+def describe_formulas(known, held):
+    """What each rank of these cells sends and holds by formula, and its measured peak, as
+    Markdown.
+    """
+    sent = []
+    on_cpu = known["device_name"].iloc[0].startswith("CPU")
+    for _, cell in known.iterrows():
+        simple = cell["precision"] == "no" and cell["gradient_accumulation_steps"] == 1
+        if cell["strategy"].startswith("zero3") and cell["activation_checkpointing"]:
+            simple = False  # was not counted
+        size = cell["strategy"], cell["parameters"], cell["devices"], on_cpu
+        sent.append(bytes_sent(*size) if simple else None)
+    sent, kept = pd.Series(sent, known.index, float), held["activations"]
+    held = held.drop(columns="activations").sum(axis=1, skipna=False)
     peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
     return ("What the formulas say of a rank (sent: in fp32, without accumulation, over gloo on a CPU; held: with what "
             "is offloaded to the host). Activations are those of the layers of a transformer, for windows of full "
@@ -480,143 +648,40 @@ def describe_formulas(known):
                 "MB of training alone": show(known["training_memory_mb"], "{:,.0f}")}))
 
 
-def describe_prediction(group, link, predict):
-    """Step time and efficiency at 2, 4, ... devices by formula, beside what was measured; without activation
-    checkpointing, which makes one device's step longer.
+def read_traces(folder):
+    """A row for each rank of each profiled run, with its time shares, and a sentence for each trace
+    that cannot be read.
     """
-    group = group[~group["activation_checkpointing"]]
-    base = group[(group["strategy"] == "baseline") & (group["devices"] == 1) & group["samples_per_second"].notna()
-                 & (group["precision"] == "no") & (group["gradient_accumulation_steps"] == 1)]
-    if not len(base):
-        yield "No prediction: it needs a baseline in fp32 without accumulation, long enough for a samples_per_second."
-        return
-    base, rows = base.sort_values("per_device_batch_size").iloc[-1], []
-    on_cpu = base["device_name"].startswith("CPU")
-    alone = base["global_batch_size"] / base["samples_per_second"]
-    batch = same(base, group, ["per_device_batch_size", "gradient_accumulation_steps"])
-    sizes = {2**i for i in range(1, int(math.log2(predict)) + 1)} | {predict} | set(batch["devices"]) - {1}
-    for strategy in sorted(name for name in set(batch["strategy"]) if bytes_sent(name, 1, 2)):
-        for devices in sorted(sizes):
-            best, worst = step_seconds(alone, bytes_sent(strategy, base["parameters"], devices, on_cpu), *link)
-            seen = batch[(batch["strategy"] == strategy) & (batch["devices"] == devices)]
-            steps = (seen["global_batch_size"] / seen["samples_per_second"]).dropna()
-            rows.append({"strategy": strategy, "devices": devices,
-                         "step in ms, formula": f"{best * 1000:.2f}-{worst * 1000:.2f}",
-                         "efficiency, formula": f"{alone / worst:.0%}-{alone / best:.0%}",
-                         "step in ms, measured": ", ".join(f"{step * 1000:.2f}" for step in steps),
-                         "efficiency, measured": ", ".join(f"{alone / step:.0%}" for step in steps)})
-    yield (f"By formula, every device behind a link of {link[0] / 1e9:.3g} GB/s and {link[1] * 1e6:.0f} µs, batch per "
-           f"device {base['per_device_batch_size']:.0f}, one device's step {alone * 1000:.2f} ms; from all "
-           "communication hidden behind computation to none. Left out: that each bucket or layer pays the "
-           "latency anew, that nodes share switches, memory copies, and the slowest rank.")
-    yield table(rows)
-
-
-def describe_traces(folder):
-    """The table of time shares of all profiled runs, and a sentence for each trace that cannot be read."""
     rows, notes = [], []
     for trace in sorted(folder.rglob("traces/profile_*.json")):
         try:
-            record = json.loads((trace.parent.parent / "run.json").read_bytes())
-            strategy = name_yaml(record["strategy"], record.get("strategy_options") or {})
-            rows.append({"run": str(trace.parent.parent.relative_to(folder)), "strategy": strategy,
-                         "rank": trace.stem.split("_")[1]} | {k: f"{v:.0%}" for k, v in time_shares(trace).items()})
+            path = trace.parent.parent / "run.json"
+            row = read_record(path, folder)
+            rows.append(row | {"rank": trace.stem.split("_")[1], "shares": time_shares(trace)})
         except (ValueError, LookupError, TypeError, OSError) as reason:
             notes.append(f"skipped {trace}: no trace of a run ({type(reason).__name__}: {reason})")
     return rows, notes
 
 
-# ------------------------------------------------------------------------------------------------------------- plots
-
-# Told apart without colour too: by marker and line; a variant has the colour of its strategy. A larger marker means
-# activation checkpointing. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
-STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"), "ddp": ("#0072B2", "s", "--"),
-          "zero1": ("#E69F00", "*", (0, (5, 1))),
-          "fsdp": ("#D55E00", "^", "-."), "fsdp_keep": ("#D55E00", "<", (0, (7, 2, 1, 2))),
-          "fsdp_offload": ("#D55E00", ">", (0, (2, 2))),
-          "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))), "zero2_offload": ("#009E73", "h", (0, (3, 1, 1, 1, 1, 1))),
-          "zero3": ("#CC79A7", "P", (0, (1, 1))), "zero3_offload": ("#CC79A7", "X", (0, (1, 3)))}
+def describe_traces(traces):
+    """The time shares of profiled runs, as Markdown."""
+    return table([{name: row[name] for name in ("run", "strategy", "rank")}
+                  | {name: f"{share:.0%}" for name, share in row["shares"].items()}
+                  for row in traces])
 
 
-def style_of(cell):
-    """Colour, marker, line and marker size, in points, of a cell's strategy."""
-    color, marker, line = STYLES.get(cell["strategy"], ("#56B4E9", "x", "-"))
-    return color, marker, line, 9 if cell["activation_checkpointing"] else 5
-
-
-def plot_work(group, folder, suffix):
-    """The plots of one workload; returns their file names."""
-    panels = [("time", "seconds", "training: median, and fastest to slowest", "seconds"),
-              ("speedup", "speedup", "speedup against one device", "T(1) / T(p)"),
-              ("efficiency", "efficiency", "efficiency", "speedup / devices"),
-              ("throughput", "samples_per_second", "throughput", "samples per second"),
-              ("memory", "peak_memory_mb", "peak memory of a rank", "MB")]
-    files = []
-    for name, column, label, unit in panels:
-        if group[column].notna().any():
-            figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-            plot_points(axes, group, column)
-            axes.set(xlabel="devices", title=label, ylabel=unit)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(set(group["devices"])), sorted(set(group["devices"])))
-            axes.minorticks_off()
-            ideal = {"speedup": lambda p: p, "efficiency": lambda p: 1}.get(name)
-            if ideal:
-                ends = [1, group["devices"].max()]
-                axes.plot(ends, [ideal(p) for p in ends], color="0.6", linewidth=1, label="ideal", zorder=0)
-            if name == "speedup":  # on two logarithmic axes the ideal is a straight line
-                axes.set_yscale("log", base=2)
-                axes.yaxis.set_major_formatter("{x:g}")
-            else:
-                axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-            axes.legend(fontsize=8)
-            files.append(save(figure, folder / f"{name}{suffix}.png"))
-    curves = [(cell, history) for _, cell in group.iterrows() for history in cell["losses"]
-              if isinstance(history, list)]
-    if curves:
-        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        labels = set()
-        for number, (cell, history) in enumerate(curves):
-            color, marker, line, size = style_of(cell)
-            label = f"{cell['shown']} {shape(cell)}, global batch {cell['global_batch_size']:.0f}"
-            steps, losses = zip(*history, strict=True)
-            samples = [step * cell["global_batch_size"] for step in steps]
-            gap = max(1, len(steps) // 8)
-            axes.plot(samples, losses, color=color, linestyle=line, linewidth=1, marker=marker,
-                      markersize=size - 1, markevery=(number % gap, gap),
-                      markerfacecolor="white" if cell["nodes"] > 1 else color,
-                      label=None if label in labels else label)
-            labels.add(label)
-        axes.set(xlabel="samples trained on", ylabel="training loss of a global batch")
-        axes.legend(fontsize=7)
-        files.append(save(figure, folder / f"loss{suffix}.png"))
-    return files
-
-
-def plot_points(axes, group, column):
-    """A point a cell: filled on one node, half filled if the global batch is fixed, hollow on several nodes. The
-    points of one kind and one variant of a strategy are joined.
+def find_shares(traces, group):
+    """{index of a cell: [each rank's share of communication that computing does not hide]} of the
+    cells of which one run was profiled, however long it was and on however much data.
     """
-    for shown, cells in group[group[column].notna()].groupby("shown", sort=False):
-        color, marker, line, size = style_of(cells.iloc[0])
-        kinds = [cells["nodes"] > 1, cells["fixed"].fillna("")]
-        for (many, fixed), points in cells.sort_values("devices").groupby(kinds, sort=False):
-            strong = fixed == "global batch"
-            label = ", ".join([shown] + ["several nodes"] * many + ["global batch fixed"] * strong)
-            line = ":" if strong else line
-            x, y = list(points["devices"]), list(points[column])
-            start = [1] if column in ("speedup", "efficiency") and 1 not in x else []  # the baseline's, by definition
-            axes.plot(start + x, start + y, color=color, marker=marker, linestyle=line, linewidth=1, label=label,
-                      markersize=size, markevery=slice(len(start), None), markerfacecoloralt="white",
-                      fillstyle="none" if many else "left" if strong else "full")
-            if column == "seconds":
-                axes.vlines(points["devices"], points["fastest"], points["slowest"], color=color, linewidth=1)
-
-
-def save(figure, path):
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path.name
+    work = [name for name in SAME_WORK if name not in ("samples", "eval_samples", "epochs", "steps")]
+    names, traced, found = [*work, *CELL], pd.DataFrame(traces), {}
+    for i, cell in group.iterrows() if len(traced) else []:
+        fits = same(cell, traced, names)
+        shares = [row["communication"] for row in fits[fits["run"] == fits["run"].max()]["shares"]]
+        if shares:
+            found[i] = shares
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -630,31 +695,83 @@ def parse_args():
     add("--times", type=Path, help="CSV of times measured by hand, as 186.6 or 3m6.6s: strategy,nodes,gpus_per_node,"
         "seconds")
     add("--output_dir", type=Path, default=Path("."), help="where report.md, report.csv and the plots go (default: .)")
-    add("--predict", type=int, metavar="N", help="also step times at 2, 4, ... N devices, by formula; needs the link:")
-    add("--check", type=Path, help="the check.json that sbatch/check.sh left, or")
+    add("--predict", type=int, metavar="N",
+        help="also step times at 2, 4, ... N devices, by formula")
+    add("--check", type=Path, help="the link to predict with: a check.json of sbatch/check.py "
+        "(without: those that lie below the folder), or")
     add("--bandwidth", type=float, help="of the link, in GB/s, and")
-    add("--latency", type=float, help="in microseconds")
+    add("--latency", type=float, help="of a message between two devices, in microseconds")
     args = parser.parse_args()
     if not args.folder and not args.times:
         parser.error("a folder of runs is needed, or --times")
     for path in (args.folder, args.times, args.check):
         if path and not path.exists():
             parser.error(f"there is no {path}")
-    if args.predict is None and (args.check or args.bandwidth or args.latency):
-        parser.error("--check, --bandwidth and --latency describe the link for --predict N")
-    if args.predict is not None:
-        if args.predict < 2:
-            parser.error(f"--predict needs at least 2 devices, got {args.predict}")
-        try:
-            link = json.loads(args.check.read_bytes()) if args.check else {}
-            args.link = (args.bandwidth * 1e9, args.latency / 1e6) if not link else (
-                link["bandwidth_bytes_per_second"] * 1.0, link["latency_seconds"] * 1.0)
-            if not (args.link[0] > 0 and args.link[1] >= 0):
-                raise ValueError
-        except (TypeError, ValueError, LookupError, OSError):
-            parser.error("--predict needs the link: --check with a check.json of several ranks, or --bandwidth and "
-                         "--latency")
+    if args.predict is not None and args.predict < 2:
+        parser.error(f"--predict needs at least 2 devices, got {args.predict}")
+    if (args.bandwidth is None) != (args.latency is None):
+        parser.error("--bandwidth and --latency describe a link together")
+    if args.bandwidth is not None and not (args.bandwidth > 0 and args.latency >= 0):
+        parser.error("--bandwidth has to be greater than 0, and --latency not negative")
+    try:
+        args.links = read_links(args)
+    except (TypeError, ValueError, LookupError, AttributeError, OSError) as reason:
+        parser.error(f"{args.check} is no check.json of several ranks ({type(reason).__name__}: "
+                     f"{reason})")
+    if args.predict and not args.links:
+        parser.error("--predict needs the link: --check with a check.json of several ranks "
+                     "(sbatch/check.py leaves it), or --bandwidth and --latency")
     return args
+
+
+def read_link(path):
+    """A check.json. Raises ValueError, LookupError, TypeError or AttributeError if it has no
+    measured link.
+    """
+    link = json.loads(path.read_bytes())
+    for line in [line for both in link["collectives"].values() for line in (both, both["in_a_row"])]:
+        if not (line["bandwidth_bytes_per_second"] > 0 and line["latency_seconds"] >= 0):
+            raise ValueError("a bandwidth is not greater than 0, or a latency negative")
+    return {"nodes": int(link["nodes"]), "processes": int(link["processes"]),
+            "backend": link["backend"], "collectives": link["collectives"],
+            "busy": float(link["busy"])}
+
+
+def read_links(args):
+    """The links to predict with: the given one, or all that lie below the folder of runs."""
+    if args.check:
+        return [read_link(args.check)]
+    if args.bandwidth is not None:
+        return [link_of(args.bandwidth * 1e9, args.latency / 1e6)]
+    return find_links(args.folder) if args.folder else []
+
+
+def find_links(folder):
+    """The links of all check.json below a folder, the median of those of one shape. A check of one
+    rank has none, and neither has one of an older version.
+    """
+    shapes = {}
+    for path in sorted(folder.rglob("check.json")):
+        with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError, OSError):
+            link = read_link(path)
+            key = link["nodes"], link["processes"], link["backend"]
+            shapes.setdefault(key, []).append(link)
+    return [median_link(repeats) for repeats in shapes.values()]
+
+
+def median_link(links):
+    """A link with the median latency and bandwidth of repeated checks of one shape."""
+    def median(lines):
+        keys = ("latency_seconds", "bandwidth_bytes_per_second")
+        return {key: statistics.median(line[key] for line in lines) for key in keys}
+
+    found = {}
+    for name in links[0]["collectives"]:
+        lines = [link["collectives"][name] for link in links]
+        found[name] = median(lines) | {"in_a_row": median([line["in_a_row"] for line in lines])}
+    return links[0] | {
+        "collectives": found,
+        "busy": statistics.median(link["busy"] for link in links)}
 
 
 def main():
@@ -667,6 +784,7 @@ def main():
         sys.exit(f"error: {problem}")
     runs = pd.DataFrame(rows, columns=NAMES)
     cells = make_cells(runs)
+    traces, unread = read_traces(args.folder) if args.folder else ([], [])
     sections = ["# Report", KINDS]
     works = list(cells.groupby(SAME_WORK, dropna=False, sort=False))
     differ = [name for name in SAME_WORK if len({str(values[SAME_WORK.index(name)]) for values, _ in works}) > 1]
@@ -675,14 +793,17 @@ def main():
                         f"{', '.join(differ)}.")
     others = runs[runs["problem"] != ""]
     for number, (_, group) in enumerate(works, 1):
-        link = getattr(args, "link", None)
-        sections += [f"## {name_work(group.iloc[0])}",
-                     *describe_work(group, same(group.iloc[0], others, SAME_WORK), link, args.predict)]
-        files = plot_work(group, args.output_dir, f"-{number}" if len(works) > 1 else "")
+        group = group.assign(predicted_step_seconds=predict_cells(group, args.links))
+        cells.loc[group.index, "predicted_step_seconds"] = group["predicted_step_seconds"]
+        parts = split_step(group, find_shares(traces, group))
+        held = hold_by_formula(group[group["parameters"].notna()])
+        sections += [f"## {name_work(group.iloc[0])}", *describe_work(
+            group, parts, held, same(group.iloc[0], others, SAME_WORK), args.links, args.predict)]
+        suffix = f"-{number}" if len(works) > 1 else ""
+        files = plot_work(group, parts, held, args.output_dir, suffix)
         sections += [" ".join(f"![{file}]({file})" for file in files)]
-    shares, unread = describe_traces(args.folder) if args.folder else ([], [])
-    if shares:
-        sections += ["## Where the time of the profiled steps went", table(shares), "The traces open in "
+    if traces:
+        sections += ["## Where the time of the profiled steps went", describe_traces(traces), "The traces open in "
                      "https://ui.perfetto.dev. Communication includes waiting for a slower rank: the rank that "
                      "waits least shows best what the transfer takes. Profiled runs are never used as timings."]
     if len(others) or notes or unread:
@@ -692,7 +813,8 @@ def main():
     text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)
     (args.output_dir / "report.md").write_text(text, encoding="utf-8")
-    cells.drop(columns=["ranks", "losses", "shown"]).to_csv(args.output_dir / "report.csv", index=False)
+    inner = ["ranks", "losses", "shown", "speedup_low", "speedup_high", *SURE]
+    cells.drop(columns=inner).to_csv(args.output_dir / "report.csv", index=False)
     print(f"written: {args.output_dir}/report.md, report.csv and the plots")
 
 

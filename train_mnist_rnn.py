@@ -181,7 +181,7 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
             loader = accelerator.skip_first_batches(train_loader, run.batches_done)
         model.train()
         run.start_clock()
-        for rows, labels in loader:
+        for rows, labels in run.timed(loader):
             if run.step == run.total_steps:
                 break
             with accelerator.accumulate(model):
@@ -602,7 +602,9 @@ class Run:
         self.evaluations, self.best = [], []  # metrics of each epoch; [score, name] of the best
         self.new_losses, self.pace = [], 0.0  # of micro-batches since the last meeting; steps/s
         self.grad_norm = None  # of the last step, before clipping; None without --max_grad_norm
-        self.seconds = dict.fromkeys(("startup", "train", "eval", "total"), 0.0)
+        self.seconds = dict.fromkeys(
+            ("startup", "train", "loading", "eval", "total"), 0.0)
+        self.train_cpu = 0.0  # seconds that this rank's threads computed in training
         self.peak_memory = {"train": None, "eval": None}  # of this rank, in MB
         self.memory_before = 0  # bytes that libraries and data held before there was a model
         self.profiling, self.profiler = contextlib.ExitStack(), None
@@ -696,15 +698,28 @@ class Run:
         steps = self.step - self.epoch * self.steps_per_epoch
         return steps * self.args.gradient_accumulation_steps
 
+    def timed(self, loader):
+        """The loader's batches. How long it takes to make them is part of the training time."""
+        batches = iter(loader)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds["loading"] += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
     def start_clock(self):
         """Measure time and memory from here to the next meeting, or to an evaluation's end."""
         take_peak_memory()
-        self.clock = time.perf_counter()
+        self.clock, self.cpu_clock = time.perf_counter(), time.process_time()
 
     def stop_clock(self, part):
         """Add what was measured to that of "train" or "eval". Returns the seconds."""
         seconds = time.perf_counter() - self.clock
         self.seconds[part] += seconds
+        if part == "train":
+            self.train_cpu += time.process_time() - self.cpu_clock
         peaks = filter(None, [self.peak_memory[part], take_peak_memory()])
         self.peak_memory[part] = max(peaks, default=None)
         return seconds
@@ -800,7 +815,7 @@ class Run:
             "epochs": round(self.step / self.steps_per_epoch, 3),
             "steps": self.step,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
-            "samples_per_second": round(samples / steady, 1) if samples > 0 else None,
+            "samples_per_second": round(samples / steady, 4) if samples > 0 else None,
             "ranks": ranks,
             "metrics": self.evaluations[-1] if self.evaluations else dict.fromkeys(self.metrics),
             "status": status,
@@ -992,6 +1007,7 @@ def describe_rank(run):
         "real": round(seconds_alive(), 3),
         "user": round(usage.ru_utime, 3),
         "sys": round(usage.ru_stime, 3),
+        "train_cpu": round(run.train_cpu / torch.get_num_threads(), 3),
         "memory_before_mb": round(run.memory_before / 1e6, 1),
         "peak_memory_mb": run.peak_memory["train"],
         "peak_eval_memory_mb": run.peak_memory["eval"],

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Is the cluster fit? Hosts, GPUs, versions, and all-reduce latency and bandwidth between the nodes, in a minute:
+# Is the cluster fit? Hosts, GPUs, versions, and how fast the nodes talk, in a minute or two:
 #   sbatch sbatch/check.sh
 # Other shapes by sbatch's options, as for 2node.sh. And all that `make test-gpu` proves, on one node:
 #   sbatch --nodes=1 --gres=gpu:2 --time=20 sbatch/check.sh --full

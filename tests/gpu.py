@@ -278,9 +278,10 @@ def check_link(checks):
     if done.returncode:
         return checks.add("bandwidth between GPUs", done.stderr[-200:], False)
     record = json.loads((checks.folder / "check" / "check.json").read_text())
-    rate = record["bandwidth_bytes_per_second"] / 1e9
+    line = record["collectives"]["all_reduce"]
+    rate = line["bandwidth_bytes_per_second"] / 1e9
     return checks.add("bandwidth between GPUs", f"{rate:.1f} GB/s of all-reduce, latency "
-                      f"{record['latency_seconds'] * 1e6:.0f} us", rate > 0)
+                      f"{line['latency_seconds'] * 1e6:.0f} us", rate > 0)
 
 
 def write_report(checks, folder, seconds):

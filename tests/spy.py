@@ -16,6 +16,7 @@ SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into on
 SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
 SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; a GPU has so many
 SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 2 and 12 end
+SPY_CALLS   every rank notes in SPY_CALLS/calls_RANK.json the collectives of its steps 3 to 12, with their bytes
 SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
@@ -37,6 +38,8 @@ from pathlib import Path
 
 import accelerate
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from troubleshooting.without_gpu import flatten_like_cudnn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -256,6 +259,38 @@ def spy_on_the_wire():
     script.Run.end_step = end_step
 
 
+class Calls(TorchDispatchMode):
+    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer in C++, or FSDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+            name = function.name().removeprefix("c10d::")
+            # Of what is gathered or scattered, the whole; of several tensors, their sum.
+            size = max(sizes, default=0) if "_base" in name else sum(sizes)
+            self.calls.append([name, size])
+        return function(*args, **(kwargs or {}))
+
+
+def spy_on_calls():
+    original, spy = script.Run.end_step, Calls()
+
+    def end_step(self):
+        if self.step + 1 == 2:
+            spy.__enter__()
+        if self.step + 1 == 12:
+            spy.__exit__(None, None, None)
+            (Path(os.environ["SPY_CALLS"]) / f"calls_{RANK}.json").write_text(json.dumps(spy.calls))
+        return original(self)
+
+    script.Run.end_step = end_step
+
+
 def spy_on_steps():
     original, file = script.Run.end_step, open(os.environ["SPY_STEPS"], "a", buffering=1)
     started = time.time()  # tells this process from the one of an earlier job
@@ -289,7 +324,8 @@ SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": 
          "SPY_LATE": spy_on_the_disk, "SPY_EVAL": spy_on_evaluation, "SPY_TOKENS": spy_on_tokens,
          "SPY_MEMORY": spy_on_memory, "SPY_SHAPES": spy_on_shapes, "SPY_NAN": spy_on_numbers,
          "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps,
-         "SPY_LIMIT": spy_on_limit, "SPY_WIRE": spy_on_the_wire, "SPY_SYNC": spy_on_syncs,
+         "SPY_LIMIT": spy_on_limit, "SPY_WIRE": spy_on_the_wire,
+         "SPY_CALLS": spy_on_calls, "SPY_SYNC": spy_on_syncs,
          "SPY_PLAIN": spy_on_plain_accelerate}  # fmt: skip
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def another_user_with_a_read_only_home_and_an_odd_path(folder):
     root, home = folder / "Übung 1" / "clone", folder / "home"
     for name in ("accelerate_configs", "tests/data"):
         shutil.copytree(ROOT / name, root / name)
-    for name in ("report.py", "fit.py", "train_bert_squad.py"):
+    for name in ("report.py", "explain.py", "predict.py", "pictures.py", "fit.py", "train_bert_squad.py"):
         shutil.copy(ROOT / name, root)
     home.mkdir()
     home.chmod(0o555)
@@ -328,12 +328,12 @@ def train_and_report(place, folder):
         "--predict",
         4,
         "--check",
-        RECORDS / "check" / "check.json",
+        RECORDS / "mnist" / "check-1x2-r1" / "check.json",
     ]
     code, printed, problem = place.run(sys.executable, "report.py", *words)
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (output / "report.md").read_text(encoding="utf-8")
-    assert report in printed and len(list(output.glob("*.png"))) == 10
+    assert report in printed and len(list(output.glob("*.png"))) == 12
     sections = dict(section.split("\n", 1) for section in report.split("\n## "))
     [title] = [title for title in sections if f"steps 3, {record['device_name']}, torch " in title]
     ranks = [
@@ -506,7 +506,7 @@ def test_make_sweep_at_an_odd_path(tmp_path):
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     started = (root / "started").read_text().splitlines()
-    assert started.count("accelerate launch") == 4 and started[-1] == "python report.py"
+    assert started.count("accelerate launch") == 8 and started[-1] == "python report.py"
 
 
 def test_check_runs_where_a_gpu_was_not_granted(tmp_path):

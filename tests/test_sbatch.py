@@ -10,6 +10,8 @@ import pytest
 from conftest import ROOT, launch
 from test_bert import TINY
 
+import predict
+
 pytestmark = pytest.mark.slow
 BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
 DIGITS = ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "2", "--per_device_train_batch_size", "64"]
@@ -22,7 +24,7 @@ def submit(cluster, folder, *words, env=None, cwd=ROOT):
 
 def finish(cluster, folder, job, state="COMPLETED"):
     """Wait until the job is over, and return its log."""
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, 300)
     log = (folder / f"{job}.log").read_text()
     assert ended == state, log
     return log
@@ -146,12 +148,19 @@ def test_check_measures_the_link(cluster, tmp_path):
     record = json.loads((tmp_path / "check" / "check.json").read_text())
     assert (record["nodes"], record["processes"], record["backend"]) == (2, 2, "gloo")
     assert [rank["host"] for rank in record["ranks"]] == ["n1", "n2"] and "rank 1  n2  CPU" in log
-    assert log.count("backend gloo") == log.count("67,108,864") == log.count("fit: ") == 1, "said once, not once a node"
-    sizes = [row["bytes"] for row in record["all_reduce"]]
-    assert sizes == sorted(sizes) and sizes[0] == 4 and sizes[-1] == 2**26
-    for row in record["all_reduce"]:  # two ranks: each sends as many bytes as there are
-        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
-    assert 1e-6 < record["latency_seconds"] < 0.1 and 1e7 < record["bandwidth_bytes_per_second"] < 1e12
+    assert log.count("backend gloo") == log.count("33,554,432") == log.count("fit: ") == 1, "said once, not once a node"
+    assert list(record["collectives"]) == ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+    for name, line in record["collectives"].items():
+        sizes, *columns = zip(*line["times"], strict=True)
+        assert sizes == tuple(2**power for power in range(7, 26, 2)) and min(map(min, columns)) > 0
+        share = predict.bus_share(name, 2)
+        for seconds, fitted in zip(columns, (line, line["in_a_row"]), strict=True):
+            points = zip([size * share for size in sizes], seconds, strict=True)
+            again = predict.fit_line(list(points))
+            assert again == {key: pytest.approx(fitted[key]) for key in again}
+        assert 0 <= line["latency_seconds"] < 0.1 and 1e7 < line["bandwidth_bytes_per_second"] < 1e12
+        assert log.count(f"{name}: ") == 1 and 0 <= line["residual"] < 1
+    assert 0 <= record["busy"] <= 1
 
 
 def test_a_full_check_says_where_there_is_no_gpu(cluster, tmp_path):
@@ -196,18 +205,21 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     with open(folder / "report.csv") as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"baseline", "ddp"} and rows["ddp"]["nodes"] == "2"
-    times = {name: json.loads((folder / run / "run.json").read_text())["seconds"]["train"]
-             for name, run in (("baseline", "baseline-1x1-r1"), ("ddp", "ddp-2x1-r1"))}
-    assert float(rows["ddp"]["speedup"]) == pytest.approx(times["baseline"] / times["ddp"])
-    assert float(rows["ddp"]["efficiency"]) == pytest.approx(times["baseline"] / times["ddp"] / 2)
+    base, ddp = (json.loads((folder / run / "run.json").read_text())["samples_per_second"]
+                 for run in ("baseline-1x1-r1", "ddp-2x1-r1"))
+    assert rows["ddp"]["basis"] == "steady steps"
+    assert float(rows["ddp"]["speedup"]) == pytest.approx(ddp / base)
+    assert float(rows["ddp"]["efficiency"]) == pytest.approx(ddp / base / 2)
 
 
 def test_sweep_dry_run_lists_jobs_and_gpu_hours(cluster, tmp_path):
     out = sweep(cluster, "--dry_run", "--minutes", "30", "--output_dir", tmp_path / "sweep")
-    assert len(re.findall(r"^\S+-r[1-5]: ", out, re.M)) == 70 and "70 runs of train_bert_squad.py" in out
-    # 5 x (baseline 1 + dp 2 + 4 strategies x (2 + 2 + 4)) GPUs x half an hour
-    assert "at most 87.5 GPU-hours" in out and not (tmp_path / "sweep").exists()
+    assert len(re.findall(r"^\S+-r[1-5]: ", out, re.M)) == 105 and "90 runs of train_bert_squad.py" in out
+    # 5 x (baseline 1 + dp 2 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and 5 x (2 + 2 + 4) GPUs x 1/12 hour
+    assert "at most 100.8 GPU-hours" in out and not (tmp_path / "sweep").exists()
     assert "ddp-2x2-r5: 2 node(s) x 2 GPU(s), at most 30 minutes" in out and "\ndp-2x" not in out
+    assert "check-2x1-r2: 2 node(s) x 1 GPU(s), at most 5 minutes" in out and "-1x1-r1: " in out
+    assert "\ndp-1x1" not in out and "\ncheck-1x1" not in out
 
 
 @pytest.mark.parametrize("words, message", [
@@ -244,6 +256,6 @@ def test_a_local_sweep_gives_dp_the_gpus_of_its_shape(tmp_path, seen, used):
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONDA_PREFIX": "set, so that site.sh takes no .venv"}
     env |= {"CUDA_VISIBLE_DEVICES": seen} if seen else {}
-    subprocess.run(["sbatch/sweep.sh", "--local", "--repeats", "1", "--strategies", "dp ddp",
+    subprocess.run(["sbatch/sweep.sh", "--local", "--repeats", "1", "--strategies", "dp ddp", "--shapes", "1x2",
                     "--output_dir", tmp_path / "sweep", *DIGITS[:3]], cwd=ROOT, env=env)
     assert (tmp_path / "seen").read_text() == f"{used}\n{seen or ''}\n"

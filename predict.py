@@ -1,0 +1,375 @@
+"""How long does a step take on several devices? By formula, from two measurements.
+
+    step on n devices =   the step of the same strategy on ONE device
+                        + latency + bytes / bandwidth of each collective of the step
+                        - what the computing hides of them
+
+The first is a run with `--num_processes 1`: it holds the strategy's own bookkeeping. The second is
+what sbatch/check.py measures and fits. report.py prints the prediction beside what was measured.
+Which collectives a step has follows from strategy and model: docs/report.md derives them, and
+tests/test_predict.py counts them.
+
+Not modelled: ranks that wait for a slower one, bookkeeping that one process does not need (such as
+FSDP's copies into and out of its buffers), the norm's own collectives (with --max_grad_norm, and
+DeepSpeed's with offload), and links that several nodes share.
+"""
+
+import json
+import math
+import re
+from typing import NamedTuple
+
+import numpy
+
+# -------------------------------------------------------------------------------------- the link
+
+
+def bus_share(name, ranks):
+    """Of the whole tensor's bytes, how many the slowest link carries at least. Bus bandwidth counts
+    these bytes. It is the link's own, and hardly depends on the number of ranks:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(name)
+    return share * (ranks - 1) / ranks if share else 1
+
+
+def fit_line(points):
+    """The line seconds = latency + bytes / bandwidth through points (bytes on the bus, seconds):
+    {"latency_seconds", "bandwidth_bytes_per_second", "residual"}.
+
+    Least squares of errors relative to the time plus `noise`, the median of the smaller half: what
+    is small is known less well. The residual is the root mean square of these errors.
+    """
+    carried, seconds = numpy.array(points, float).T
+    noise = numpy.median(seconds[: max(1, len(seconds) // 2)])
+    slope, latency = numpy.polyfit(carried, seconds, 1, w=1 / (seconds + noise))
+    latency, slope = max(latency, 0.0), max(slope, 1e-15)  # noise can make them negative
+    errors = (latency + slope * carried - seconds) / (seconds + noise)
+    return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / slope),
+            "residual": math.sqrt((errors**2).mean())}
+
+
+def seconds_of(call, in_a_row, link, ranks, tree=False):
+    """Seconds of a collective over `ranks` by the lines of a check.json, `link`: the line for calls
+    after computing, or for those `in_a_row`, right after another one.
+
+    With as many ranks as were checked, its line. With others, the latency grows as the number of
+    steps from rank to rank: n - 1 in a ring, log2 n in a `tree`, which a broadcast always takes.
+    No strategy here broadcasts in a step.
+    """
+    line, checked = link["collectives"][call.name], link["processes"]
+    line = line["in_a_row"] if in_a_row else line
+    tree = tree or call.name == "broadcast"
+    hops = (lambda n: math.log2(n)) if tree else (lambda n: n - 1)
+    latency = line["latency_seconds"] * hops(ranks) / hops(checked)
+    carried = call.bytes * bus_share(call.name, ranks)
+    return latency + carried / line["bandwidth_bytes_per_second"]
+
+
+# -------------------------------------------------------------------------------------- the model
+
+
+class Parts(NamedTuple):
+    """The sizes of a model's tensors, in parameters and in the order of the model."""
+
+    words: list  # the word embeddings
+    others: list  # position and type embeddings and their norm; all of a model without layers
+    layers: list  # a list for each layer
+    head: list
+
+
+def parts_of(model, parameters, layers=None, hidden=None, intermediate=None):
+    """The Parts of the scripts' models, from what a run record says of them. A model that is not
+    known is one tensor.
+    """
+    if lstm := re.fullmatch(r"lstm-(\d+)", str(model)):
+        size = int(lstm[1])
+        of_rows = int(parameters) - 4 * size * size - 18 * size - 10
+        if of_rows > 0:
+            return Parts([], [of_rows, 4 * size * size, 4 * size, 4 * size], [], [10 * size, 10])
+    if not layers or math.isnan(layers):
+        return Parts([], [parameters], [], [])
+    h, i, layers = int(hidden), int(intermediate), int(layers)
+    attention = [h * h, h] * 4 + [h, h]  # query, key, value, output; weights and bias of the norm
+    layer = [*attention, h * i, i, i * h, h, h, h]
+    others, head = [512 * h, 2 * h, h, h], [2 * h, 2]  # 512 positions, two types; start and end
+    words = parameters - layers * sum(layer) - sum(others) - sum(head)
+    return Parts([words], others, [layer] * layers, head)
+
+
+# ----------------------------------------------------------------------- the collectives of a step
+
+
+class Call(NamedTuple):
+    """A collective: its name in check.json, and the bytes of the whole tensor."""
+
+    name: str
+    bytes: float
+
+
+class Stage(NamedTuple):
+    """A part of a step: calls that it waits for, its share of the computing, and calls that can
+    start when it is over.
+    """
+
+    before: list
+    share: float
+    after: list
+
+
+class Step(NamedTuple):
+    """The stages of a micro-batch, and the calls after the last one."""
+
+    stages: list
+    end: list
+
+
+def fill_buckets(tensors, limit, first=None, over=True):
+    """[[index of tensor, ...] of each bucket]. A bucket is full when it reaches the limit, or, if
+    not `over`, before it would exceed it. The first one may have a limit of its own.
+    """
+    buckets, size = [[]], 0
+    for index, tensor in enumerate(tensors):
+        full = (first or limit) if len(buckets) == 1 else limit
+        if buckets[-1] and (size >= full if over else size + tensor > limit):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(index)
+        size += tensor
+    return buckets
+
+
+def backward_tensors(parts):
+    """[(size, stage)] in the order in which the backward pass makes gradients. Stage 0 is the last
+    layer with the head, the last stage the embeddings.
+    """
+    last = len(parts.layers)
+    found = [(size, 0) for size in reversed(parts.head)]
+    for stage, layer in enumerate(reversed(parts.layers)):
+        found += [(size, stage) for size in reversed(layer)]
+    return found + [(size, last) for size in reversed(parts.words + parts.others)]
+
+
+def empty_stages(parts):
+    """Stages without calls: forward a layer each, a third of the computing; backward the same and
+    the embeddings, two thirds, as a backward pass has two products for each of the forward pass.
+    """
+    count = max(1, len(parts.layers))
+    forward = [Stage([], 1 / 3 / count, []) for _ in range(count)]
+    backward = [Stage([], 2 / 3 / count, []) for _ in range(count)]
+    return forward, backward + [Stage([], 0.0, [])]
+
+
+def step_of_ddp(parts, **_):
+    """An all-reduce for each bucket of gradients: 1 MiB, then 25 MiB (torch's bucket_cap_mb), in
+    the order of the backward pass. A bucket is full when it reaches that.
+    """
+    (forward, backward), tensors = empty_stages(parts), backward_tensors(parts)
+    sizes = [4 * size for size, _ in tensors]
+    for bucket in fill_buckets(sizes, 25 * 2**20, first=2**20):
+        stage = max(tensors[index][1] for index in bucket)
+        backward[stage].after.append(Call("all_reduce", sum(sizes[index] for index in bucket)))
+    return Step(forward + backward, [])
+
+
+def step_of_fsdp(parts, width, keep, **_):
+    """The units of FSDP2 are the layers, the word embeddings, and the root: all the rest. Each is
+    gathered for the forward pass and, but for the root, again for the backward pass, unless it is
+    kept; and each reduce-scatters its gradients.
+    """
+    forward, backward = empty_stages(parts)
+    root, words = sum(parts.others) + sum(parts.head), sum(parts.words)
+    forward[0].before.append(Call("all_gather", width * root))
+    units = [(words, 0, len(backward) - 1)] if words else []
+    units += [(sum(layer), place, len(parts.layers) - 1 - place)
+              for place, layer in enumerate(parts.layers)]
+    for size, ahead, back in units:
+        forward[ahead].before.append(Call("all_gather", width * size))
+        if not keep:
+            backward[back].before.append(Call("all_gather", width * size))
+        backward[back].after.append(Call("reduce_scatter", width * size))
+    backward[-1].after.append(Call("reduce_scatter", width * root))
+    return Step(forward + backward, [])
+
+
+def step_of_zero(parts, width, stage, options, devices, **_):
+    """ZeRO-1 and ZeRO-2 reduce each bucket of `reduce_bucket_size` parameters to the ranks that
+    own pieces of it, and all-gather the updated parameters.
+
+    ZeRO-3 all-gathers what is larger than `stage3_param_persistence_threshold`, and
+    reduce-scatters the buckets. After the step it all-gathers each small tensor, one by one, and
+    all-reduces one number.
+    """
+    (forward, backward), tensors = empty_stages(parts), backward_tensors(parts)
+    sizes, total = [size for size, _ in tensors], parts_total(parts)
+    done = total  # ZeRO-1 and ZeRO-2 number parameters from the first layer on
+    for bucket in fill_buckets(sizes, number(options, "reduce_bucket_size", 5e8), over=False):
+        size = sum(sizes[index] for index in bucket)
+        after = backward[max(tensors[index][1] for index in bucket)].after
+        if stage == 3:
+            after.append(Call("reduce_scatter", width * size))
+            continue
+        share = total / devices
+        for owner in range(int((done - size) / share), math.ceil(done / share)):
+            piece = min(done, (owner + 1) * share) - max(done - size, owner * share)
+            if piece > 0.5:
+                after.append(Call("reduce", width * piece))
+        done -= size
+    if stage < 3:
+        return Step(forward + backward, [Call("all_gather", width * total)])
+    small = number(options, "stage3_param_persistence_threshold", 1e5)
+    gathers = gathers_of_zero3(
+        [size for size in reversed(sizes) if size > small],
+        number(options, "stage3_prefetch_bucket_size", 5e7),
+        number(options, "stage3_max_live_parameters", 1e9))
+    for stages, found in zip((forward, backward), gathers, strict=True):
+        for place, size in enumerate(found):
+            where = stages[place * len(stages) // len(found)]
+            where.before.append(Call("all_gather", width * size))
+    kept = [Call("all_gather", width * size) for size in sizes if size <= small]
+    return Step(forward + backward, [*kept, Call("all_reduce", 8)])
+
+
+def gathers_of_zero3(tensors, at_once, at_most):
+    """Sizes of the all-gathers of the forward and of the backward pass through these tensors, as
+    DeepSpeed's PartitionedParameterCoordinator makes them: what the next module needs, and then,
+    ahead of it, tensors of up to `at_once` parameters, or one more; while `at_most` are gathered.
+    What is used again within what was fetched ahead stays gathered.
+    """
+    order = [*range(len(tensors)), *reversed(range(len(tensors)))]
+    calls, held, live, ahead = ([], []), set(), 0, 0
+    for now in range(-2, len(order)):  # two modules around the first one have no tensors
+        found = calls[now >= len(tensors)]
+        if now >= 0 and order[now] not in held:
+            found.append(tensors[order[now]])
+            held.add(order[now])
+            live += tensors[order[now]]
+        room, size, ahead = min(at_most - live, at_once), 0, max(ahead, now + 1)
+        while ahead < len(order) and size < room:
+            if order[ahead] not in held:
+                held.add(order[ahead])
+                size += tensors[order[ahead]]
+            ahead += 1
+        if size:
+            found.append(size)
+            live += size
+        if now >= 0 and order[now] not in order[now + 1 : ahead]:
+            held.discard(order[now])
+            live -= tensors[order[now]]
+    return calls
+
+
+def parts_total(parts):
+    return sum(size for size, _ in backward_tensors(parts))
+
+
+def number(options, name, default):
+    """A number of DeepSpeed's settings; `default` is DeepSpeed's own."""
+    value = options.get(name, default)
+    return default if value == "auto" else float(value)
+
+
+def steps_of(strategy, parts, devices, micro_batches=1, precision="no", options=None):
+    """The micro-batches of an optimizer step, as a list of Steps; None for a strategy that no
+    formula is known of. `strategy` is a YAML's name, `options` what a record calls
+    strategy_options.
+
+    In 16 bits FSDP and DeepSpeed send two bytes per parameter; DDP's gradients stay fp32. While
+    they accumulate, DDP, FSDP and ZeRO-1 do not reduce.
+    """
+    options, plain = options or {}, strategy.removesuffix("_offload")
+    width = 2 if precision in ("bf16", "fp16") and plain != "ddp" else 4
+    if plain in ("baseline", "dp") or devices == 1:
+        empty = Step([Stage([], 1.0, [])], [])
+        return None if plain == "dp" else [empty] * micro_batches
+    known = {"ddp": step_of_ddp, "fsdp": step_of_fsdp, "fsdp_keep": step_of_fsdp}
+    make = known.get(plain, step_of_zero if re.fullmatch("zero[123]", plain) else None)
+    if make is None:
+        return None
+    settings = {"width": width, "keep": plain == "fsdp_keep", "options": options,
+                "stage": int(plain[-1]) if plain.startswith("zero") else 0, "devices": devices}
+    last = make(parts, **settings)
+    silent = plain in ("ddp", "fsdp", "fsdp_keep", "zero1")
+    first = Step([stage._replace(after=[] if silent else stage.after) for stage in last.stages], [])
+    return [first] * (micro_batches - 1) + [last]
+
+
+def calls_of(steps):
+    """All collectives of these Steps."""
+    return [call for step in steps
+            for calls in [*(stage.before + stage.after for stage in step.stages), step.end]
+            for call in calls]
+
+
+# ---------------------------------------------------------------------------------- the prediction
+
+
+def step_seconds(alone, steps, seconds, overlap, busy=0.0):
+    """Seconds of a step of which computing takes `alone`, and each call `seconds(call, in_a_row)`:
+    whether nothing was computed since the call before it.
+
+    With `overlap`, one call at a time runs beside the computing: a stage's calls start with the
+    stage before it, and the calls after a stage beside the next ones. While a call runs, it takes
+    the share `busy` of its time from the computing: on a CPU, the same cores do both.
+    """
+    clock = link = 0.0  # when the computing, and the calls so far, are over
+    in_a_row = True  # the step before ended with a call; the optimizer and the loader are short
+
+    def send(call, earliest):
+        nonlocal clock, link, in_a_row
+        time = seconds(call, in_a_row and not overlap)
+        link, in_a_row = max(link, earliest) + time, True
+        clock += busy * time if overlap else 0
+
+    for step in steps:
+        begun = clock
+        for stage in step.stages:
+            for call in stage.before:
+                send(call, begun if overlap else clock)
+            clock = begun = max(clock, link) if stage.before or not overlap else clock
+            clock += stage.share * alone / len(steps)
+            in_a_row = in_a_row and not stage.share
+            for call in stage.after:
+                send(call, clock)
+            clock = clock if overlap else max(clock, link)
+        clock = max(clock, link)
+        for call in step.end:
+            send(call, clock)
+            clock = max(clock, link)
+    return clock
+
+
+def predict(alone, row, devices, link, tree=False):
+    """Predicted seconds of a step, or None if no formula is known. `alone`: those of the same
+    strategy on one device. `row`: what a record says of the run. `link`: a check.json.
+
+    On a GPU, DDP, FSDP and what DeepSpeed calls overlap_comm hide calls behind the computing. On a
+    CPU only DDP does: the others wait for each call.
+    """
+    options = row["strategy_options"]
+    options = json.loads(options) if isinstance(options, str) else {}
+    parts = parts_of(row["model"], row["parameters"],
+                     *(row[name] for name in ("layers", "hidden_size", "intermediate_size")))
+    steps = steps_of(row["strategy"], parts, devices, int(row["gradient_accumulation_steps"]),
+                     row["precision"], options)
+    if steps is None:
+        return None
+    on_cpu = str(row["device_name"]).startswith("CPU")
+    zero = row["strategy"].startswith("zero")
+    by_default = row["strategy"].startswith("zero3")  # DeepSpeed's own
+    overlap = row["strategy"] == "ddp" if on_cpu else (
+        not zero or options.get("overlap_comm", by_default))
+    return step_seconds(
+        alone, steps, lambda call, in_a_row: seconds_of(call, in_a_row, link, devices, tree),
+        overlap, link["busy"])
+
+
+def link_of(bandwidth, latency):
+    """A check.json for a link of which only two numbers are known: bytes per second, and the
+    seconds of a message between two ranks.
+    """
+    line = {"latency_seconds": latency, "bandwidth_bytes_per_second": bandwidth, "residual": 0.0}
+    line["in_a_row"] = dict(line)
+    names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+    return {"processes": 2, "nodes": 2, "backend": None, "busy": 0.0,
+            "collectives": dict.fromkeys(names, line)}
