@@ -159,7 +159,7 @@ def test_check_measures_the_link(cluster, tmp_path):
             again = predict.fit_line(list(points))
             assert again == {key: pytest.approx(fitted[key]) for key in again}
         assert 0 <= line["latency_seconds"] < 0.1 and 1e7 < line["bandwidth_bytes_per_second"] < 1e12
-        assert log.count(f"{name}: ") == 1 and 0 <= line["residual"] < 1
+        assert log.count(f" {name}: ") == 1 and 0 <= line["residual"] < 1
     assert 0 <= record["busy"] <= 1
 
 
