@@ -5,6 +5,7 @@ stacked parts differ in hatching, lines in marker and dash.
 """
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot, ticker  # noqa: E402  after the choice above
@@ -25,6 +26,7 @@ STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"),
 SHADES = [("#1b4965", ""), ("#b3dcf2", "//"), ("#e07a5f", "\\\\"), ("#f2cc8f", "xx"),
           ("#81b29a", "++"), ("#cae9ff", ".."), ("#f4f4f4", "")]
 
+LOSS_POINTS = 60  # of a curve: more steps than that are drawn as means, or noise hides the curves
 DASHES = ["-", "--", ":", "-."]  # of losses, by global batch
 
 
@@ -172,8 +174,8 @@ def plot_parts(group, parts, title, form, measured=None):
 
 
 def plot_losses(group):
-    """The training losses over the samples: the colour is the strategy's, the dash tells global
-    batches apart. None if there are none.
+    """The training losses over the samples, as means over up to LOSS_POINTS pieces of a run: the
+    colour is the strategy's, the dash tells global batches apart. None if there are none.
     """
     curves = [(cell, history) for _, cell in group.iterrows() for history in cell["losses"]
               if isinstance(history, list) and history]
@@ -184,7 +186,8 @@ def plot_losses(group):
     for number, (cell, history) in enumerate(curves):
         color, marker, _, size = style_of(cell)
         label = f"{name_of(cell)}, global batch {cell['global_batch_size']:.0f}"
-        steps, losses = zip(*history, strict=True)
+        pieces = numpy.array_split(numpy.array(history), min(LOSS_POINTS, len(history)))
+        steps, losses = zip(*(piece.mean(axis=0) for piece in pieces), strict=True)
         gap = max(1, len(steps) // 6)
         axes.plot([step * cell["global_batch_size"] for step in steps], losses, color=color,
                   linewidth=1, marker=marker, markersize=size - 1, markevery=(number % gap, gap),

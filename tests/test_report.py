@@ -299,6 +299,15 @@ def test_losses_of_other_global_batches_have_another_dash():
     pictures.pyplot.close(figure)
 
 
+def test_a_long_run_is_drawn_as_means():
+    """60 of them, and each is the mean of its piece."""
+    history = [[step, float(step % 2)] for step in range(1, 1201)]
+    figure = pictures.plot_losses(frame({"strategy": "ddp", "losses": [history]}))
+    [line] = figure.axes[0].lines
+    assert list(line.get_ydata()) == [0.5] * 60 and line.get_xdata()[0] == 10.5 * 64
+    pictures.pyplot.close(figure)
+
+
 def test_report_draws_bars_for_two_counts_and_lines_for_three(tmp_path, monkeypatch):
     drawn = []
     for name in ("plot_bars", "plot_lines"):
