@@ -229,12 +229,22 @@ MODELS = {"bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=Tr
           "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True))}  # fmt: skip
 
 
-def read_model(name):
-    """The SIZES of a BERT: of a name in MODELS, a config.json, or a folder with one. Raises
-    ValueError.
+def read_model(name, changes=None):
+    """The SIZES of a BERT: of a name in MODELS, a config.json, or a folder with one; and with
+    `changes` to it, as "key=value,key=value". Raises ValueError.
     """
-    if name in MODELS:
-        return MODELS[name]
+    model = dict(MODELS[name]) if name in MODELS else read_config(name)
+    for change in changes.split(",") if changes else []:
+        match = re.fullmatch(r"(\w+)=([1-9]\d*)", change)
+        if not match or match[1] not in [*SIZES, "num_attention_heads"]:
+            raise ValueError(f"--config_overrides {changes}: {change!r} is none of "
+                             f"{'=N, '.join(SIZES)}=N and num_attention_heads=N")
+        model |= {match[1]: int(match[2])} if match[1] in SIZES else {}  # heads have no memory
+    return model
+
+
+def read_config(name):
+    """The SIZES in a config.json, or in a folder with one. Raises ValueError."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -269,6 +279,8 @@ def parse_args():
     add("memory", help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30)")
     add("--model", "--model_name_or_path", default="bert-base", help="bert-base, bert-large, or a "
         "folder with the config.json of a BERT (default: %(default)s)")
+    add("--config_overrides", metavar="KEY=VALUE,...", help="change the model's config, as in "
+        "train_bert_squad.py: hidden_size=768,num_hidden_layers=6")
     add("--per_device_train_batch_size", type=int, default=4, help="windows in a "
         "micro-batch of each device (default: %(default)s)")
     add("--max_seq_length", type=int, default=384, help="tokens in a window "
@@ -288,7 +300,8 @@ def parse_args():
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout has to be at least 0 and below 1, got {args.dropout}")
     try:
-        args.memory, args.sizes = read_memory(args.memory), read_model(args.model)
+        args.memory = read_memory(args.memory)
+        args.sizes = read_model(args.model, args.config_overrides)
         longest = args.sizes["max_position_embeddings"]
         if args.max_seq_length > longest:
             raise ValueError(f"--max_seq_length is {args.max_seq_length}, the model's longest "

@@ -89,6 +89,8 @@ def parse_args():
     add("--model_name_or_path", default="google-bert/bert-base-uncased", help="BERT's name on the "
         "Hugging Face Hub, or a folder with config, weights and tokenizer")
     add("--from_scratch", action="store_true", help="the model's config, but random weights")
+    add("--config_overrides", metavar="KEY=VALUE,...", help="with --from_scratch, change the "
+        "model's config: hidden_size=768,num_hidden_layers=6")
     add("--train_file", help="questions to train on, in SQuAD's own nested JSON (without: "
         "rajpurkar/squad from the Hub)")
     add("--validation_file", help="questions to evaluate on, likewise")
@@ -107,6 +109,8 @@ def parse_args():
     if bool(args.train_file) != bool(args.validation_file):
         parser.error("--train_file and --validation_file go together: give both, or none for SQuAD "
                      "from the Hub")
+    if args.config_overrides and not args.from_scratch:
+        parser.error("--config_overrides needs --from_scratch: weights fit their own config only")
     return args
 
 
@@ -339,6 +343,7 @@ def load_inputs(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # of the network, the Hub, or a file in the folder
         raise Fault(f"cannot load {name}: {one_line(problem)}; {OFFLINE}") from None
+    override(config, args.config_overrides)
     positions = getattr(config, "position_embedding_type", "absolute")
     if config.model_type != "bert":
         raise Fault(f"{name} is a {config.model_type} model; this script trains BERT")
@@ -356,6 +361,15 @@ def load_inputs(args):
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     splits = [read_questions(args, split) for split in ("train", "validation")]
     return tokenizer, config, *(load_features(questions, tokenizer, args) for questions in splits)
+
+
+def override(config, changes):
+    """Change a model's config by "key=value,key=value", or None. Raises Fault."""
+    try:
+        config.update_from_string(changes) if changes else None
+    except (ValueError, TypeError) as problem:
+        raise Fault(f"--config_overrides {changes}: {one_line(problem)}; give keys of the config, "
+                    "as KEY=VALUE,KEY=VALUE") from None
 
 
 class EpochSampler(Sampler):
@@ -432,8 +446,8 @@ def load_model(args, config):
                 name, config=config, attn_implementation="sdpa", output_loading_info=True)
             missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
     except Exception as problem:  # of the network, the Hub, or a file in the folder
-        raise Fault(f"cannot load the model {name}: {one_line(problem)}; to train without its "
-                    "weights: --from_scratch") from None
+        advice = "" if args.from_scratch else "; to train without its weights: --from_scratch"
+        raise Fault(f"cannot load the model {name}: {one_line(problem)}{advice}") from None
     if missing:
         raise Fault(f"the weights of {name} lack {len(missing)} parameters of BERT, such as "
                     f"{missing[0]}")
@@ -646,8 +660,10 @@ def describe_tokens(features, run, ranks):
 
 def describe_workload(args, config, train_features, eval_features):
     """What the record says of model and data; a resumed run must have the same again."""
+    changes = f" ({args.config_overrides})" if args.config_overrides else ""
     return {
-        "model": Path(args.model_name_or_path).name + ", from scratch" * args.from_scratch,
+        "model": (Path(args.model_name_or_path).name + changes
+                  + ", from scratch" * args.from_scratch),
         "dataset": Path(args.train_file).name if args.train_file else hub_name(args),
         "questions": len(train_features.questions),
         "samples": len(train_features),

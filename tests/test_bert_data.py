@@ -416,6 +416,7 @@ FILES = ["--train_file", V1, "--validation_file", V1]
     ("--models bert", "unrecognized arguments: --models"),
     ("--resume", "--resume needs --output_dir"),
     ("--train_file x.json", "--train_file and --validation_file go together"),
+    ("--config_overrides hidden_size=64", "--config_overrides needs --from_scratch"),
 ])  # fmt: skip
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     assert sentence in refused(monkeypatch, tmp_path, *shlex.split(flags))
@@ -426,6 +427,12 @@ def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     ("--max_seq_length 64 --doc_stride 60", "tokens for its context, which must be more than --doc_stride 60"),
     ("--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10 tokens"),
     ("--per_device_train_batch_size 500", "the global batch of 500"),
+    ("--config_overrides size=3", "--config_overrides size=3: key size isn't in the original"),
+    ("--config_overrides hidden_size", "; give keys of the config, as KEY=VALUE,KEY=VALUE"),
+    ("--config_overrides hidden_size=big", "--config_overrides hidden_size=big: invalid literal"),
+    ("--config_overrides vocab_size=100", "a tokenizer of 341 tokens, but a model of 100"),
+    ("--config_overrides max_position_embeddings=64", "is more than the 64 positions"),
+    ("--config_overrides num_attention_heads=5", "cannot load the model"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(flags, sentence, monkeypatch, tmp_path):
     flags = ["--model_name_or_path", MODEL, "--from_scratch", *FILES, *flags.split()]
@@ -554,7 +561,8 @@ def test_help_names_every_flag_with_a_sentence():
     for flag in """output_dir seed num_epochs per_device_train_batch_size per_device_eval_batch_size learning_rate
             gradient_accumulation_steps dropout max_train_steps checkpointing_steps resume with_tracking
             prepare_data_only model_name_or_path train_file validation_file max_train_samples max_eval_samples
-            max_seq_length doc_stride version_2_with_negative max_answer_length from_scratch""".split():
+            max_seq_length doc_stride version_2_with_negative max_answer_length from_scratch
+            config_overrides""".split():
         assert f"  --{flag}" in text, flag
     words = "".join(text.split())  # without the line breaks
     assert "google-bert/bert-base-uncased" in words and "rajpurkar/squad" in words

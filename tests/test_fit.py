@@ -386,6 +386,8 @@ def test_memory_is_read(text, size):
     (["4GB", "--mixed_precision", "fp16"], "invalid choice"),
     (["4GB", "--dropout", "1"], "--dropout has to be"),
     (["4GB", "--model", "gpt-5"], "cannot read the model gpt-5"),
+    (["4GB", "--config_overrides", "heads=3"], "--config_overrides heads=3: 'heads=3' is none of"),
+    (["4GB", "--config_overrides", "hidden_size=0"], "'hidden_size=0' is none of"),
     (["4GB", "--model", "README.md"], "README.md is not the config of a BERT")])  # fmt: skip
 def test_bad_input_is_one_line(words, message, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -427,3 +429,16 @@ def test_commands_of_the_docstring_work():
     for command in commands:
         rows, _ = table_of(*shlex.split(command)[1:])
         assert rows["ddp"]["fits"] == "yes"
+
+
+def test_config_overrides_are_those_of_the_script():
+    """The same model as train_bert_squad.py makes of them."""
+    changes = "hidden_size=64,num_hidden_layers=3,num_attention_heads=8,intermediate_size=96"
+    folder = str(ROOT / "tests" / "data" / "tiny_bert")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    train_bert_squad.override(config, changes)
+    with torch.device("meta"):
+        model = train_bert_squad.SpanBert(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total == fit.count_parameters(fit.read_model(folder, changes))[0]
+    assert config.num_attention_heads == 8 and len(model.bert.encoder.layer) == 3
