@@ -41,7 +41,7 @@ from fit import bytes_held, bytes_of_activations, bytes_of_parts, compute_dtype
 from pictures import plot_work
 from predict import link_of, predict
 
-# ---------------------------------------------------------------------------------------------------------- formulas
+# ----------------------------------------------------------------------------------------- formulas
 
 
 def speedup(baseline_seconds, seconds):
@@ -52,33 +52,35 @@ def speedup(baseline_seconds, seconds):
 
 
 def efficiency(speedup, devices):
-    """S(p) / p: the share of the devices' time that communication, waiting and the rest have left."""
+    """S(p) / p: the share of the devices' time that communication and waiting have left."""
     return speedup / devices
 
 
 def bytes_sent(strategy, parameters, devices, gloo=False):
-    """Bytes that each rank sends in a step, in fp32 and without accumulation; None for what no formula is known of.
-    `strategy` is the name of a YAML.
+    """Bytes that each rank sends in a step, in fp32 and without accumulation; None if no formula is
+    known. `strategy` is the name of a YAML.
 
-    With ring algorithms each all-gather and each reduce-scatter of P bytes costs a rank (n - 1) / n x P, an all-reduce
-    is one of each. DDP, ZeRO-1 and ZeRO-2 need both once. So does FSDP if it keeps what it gathered (fsdp_keep); else
-    FSDP and ZeRO-3 gather once more, for the backward pass: section 7 of https://arxiv.org/abs/1910.02054. ZeRO-3
-    spares this for the 30 million parameters that the scripts let it hold at a time: the last of the forward pass are
-    the first of the backward pass. FSDP gathers a model without layers, as the LSTM, only once, which is left out here.
-    gloo has no reduce-scatter: an all-reduce, twice the bytes, takes its place, and in ZeRO-1 and ZeRO-2 a reduce, 1.5
-    times. Offloading moves bytes between a device and its host, and sends none more.
+    With ring algorithms, an all-gather or a reduce-scatter of P bytes costs a rank (n - 1) / n x P.
+    An all-reduce is one of each. DDP, ZeRO-1, ZeRO-2 and fsdp_keep need both once. FSDP and ZeRO-3
+    gather once more, for the backward pass: section 7 of https://arxiv.org/abs/1910.02054. ZeRO-3
+    spares this for the 30 million parameters that it may hold at a time, as the last of the forward
+    pass are the first of the backward pass. FSDP gathers a model without layers, such as the LSTM,
+    only once; this is left out here. gloo has no reduce-scatter: an all-reduce takes its place,
+    with twice the bytes, and in ZeRO-1 and ZeRO-2 a reduce, with 1.5 times. Offload sends nothing
+    more.
     """
     if strategy == "baseline":
         return 0
     strategy = strategy.removesuffix("_offload")
     gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp_keep": 1, "fsdp": 2,
                "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
-    scatters = {"zero1": 1.5, "zero2": 1.5, "fsdp_keep": 2, "fsdp": 2, "zero3": 2}.get(strategy, 1) if gloo else 1
+    scatters = {"zero1": 1.5, "zero2": 1.5, "fsdp_keep": 2, "fsdp": 2, "zero3": 2}
+    scatters = scatters.get(strategy, 1) if gloo else 1
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
 
 
-# Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts turn
-# on for fp32; without sparsity, from NVIDIA's data sheets. The names are whole, as torch gives them:
+# Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts
+# turn on for fp32; without sparsity, from NVIDIA's data sheets. Names are whole, as in torch:
 # an H100 PCIe or NVL is slower than the H100 of a DGX.
 # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
 # https://www.nvidia.com/en-us/data-center/h100/ h200/ and l40s/; for the RTX 4090 appendix A of
@@ -112,16 +114,18 @@ def flops_utilization(row):
     return 6 * parameters * row["tokens_per_second"] / (peak * row["devices"])
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 WARMUP_STEPS = 10  # of the training scripts: samples_per_second leaves them out
-CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size", "gradient_accumulation_steps",
-        "global_batch_size", "strategy_options", "activation_checkpointing"]
+CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size",
+        "gradient_accumulation_steps", "global_batch_size", "strategy_options",
+        "activation_checkpointing"]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size"]  # of a transformer; else not known
 FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb",
            "training_memory_mb", "samples_trained", "trained_steps", "loading_seconds",
            "waiting_seconds", "padded_tokens"]
-NAMES = SAME_WORK + CELL + ARCHITECTURE + FIGURES + ["run", "problem", "parameters", "loss_history", "ranks", "log"]
+NAMES = [*SAME_WORK, *CELL, *ARCHITECTURE, *FIGURES,
+         "run", "problem", "parameters", "loss_history", "ranks", "log"]
 
 
 def parse_seconds(text):
@@ -141,13 +145,15 @@ def as_time_prints(seconds):
 
 
 def name_yaml(strategy, options):
-    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from: "fsdp_keep" is "fsdp"
-    that does not reshard. The strategy itself for other options, which `differing_options` tells apart.
+    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
+    "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options, which
+    `differing_options` tells apart.
     """
     def on_host(name):
         return (options.get(name) or {}).get("device") == "cpu"
 
-    said = {name: str(options.get(name)).lower() for name in ("reshard_after_forward", "offload_params")}
+    said = {name: str(options.get(name)).lower()
+            for name in ("reshard_after_forward", "offload_params")}
     keeps, offloads = said["reshard_after_forward"] == "false", said["offload_params"] == "true"
     if strategy == "fsdp" and keeps != offloads:
         return "fsdp_keep" if keeps else "fsdp_offload"
@@ -158,15 +164,17 @@ def name_yaml(strategy, options):
 
 
 def read_record(path, folder):
-    """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises ValueError, KeyError, TypeError or the
-    like where it is none.
+    """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises ValueError, KeyError,
+    TypeError or the like if it is no run.json.
 
-    The last incomplete batch of an epoch is dropped, so `samples_trained` depends on the global batch a little.
+    The last incomplete batch of an epoch is dropped, so `samples_trained` depends a little on the
+    global batch.
     """
     record = json.loads(path.read_bytes())
     workload = record["workload"]
     row = {name: workload.get(name, record.get(name)) for name in NAMES}
-    problem = {"completed": "", "preempted": "stopped before its end", "failed": "broke down"}[record["status"]]
+    problems = {"completed": "", "preempted": "stopped before its end", "failed": "broke down"}
+    problem = problems[record["status"]]
     if not problem and record["resumed_from"]:
         problem = "resumed: not a timing"
     if not problem and record.get("profiled"):
@@ -174,13 +182,14 @@ def read_record(path, folder):
     row |= {
         "run": str(path.parent.relative_to(folder)),
         "problem": problem,
-        "dynamo": record.get("dynamo", row["dynamo"]),  # what ran; the workload has what was asked for
+        "dynamo": record.get("dynamo", row["dynamo"]),  # what ran, not what was asked for
         "gpus_per_node": record["devices"] // record["nodes"],
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
         "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in record["ranks"]),
-        "training_memory_mb": max(float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
-                                  for rank in record["ranks"]),
+        "training_memory_mb": max(
+            float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
+            for rank in record["ranks"]),
         "samples_trained": record["steps"] * record["global_batch_size"],
         "trained_steps": record["steps"],
         "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, record["steps"]),
@@ -193,7 +202,8 @@ def read_record(path, folder):
         "strategy_options": json.dumps(record.get("strategy_options") or {}, sort_keys=True),
         "activation_checkpointing": bool(record.get("activation_checkpointing")),
     }
-    if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf and row["parameters"] > 0):
+    if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf
+            and row["parameters"] > 0):
         raise ValueError("times and parameters have to be greater than 0")
     for rank in record["ranks"]:
         if {"rank", "host", "real", "user", "sys"} - set(rank):
@@ -221,23 +231,24 @@ def find_padded_tokens(record):
 
 
 def find_log(path, record, folder):
-    """The log of a run: a sweep's RUN.log, or what Slurm calls a job's by default; None if neither is known."""
+    """The log of a run: a sweep's RUN.log, or Slurm's default name; None if neither is known."""
     log = path.parent.with_name(path.parent.name + ".log")
     job = record.get("slurm_job_id")
     return str(log.relative_to(folder)) if log.exists() else f"slurm-{job}.out" if job else None
 
 
 def read_runs(folder):
-    """All runs below a folder, as rows, and a sentence for each file that is no record. What is planned (sweep.csv)
-    but not there is a row with a problem, and the workload of the sweep's other runs.
-    Raises FileNotFoundError if there is nothing at all.
+    """All runs below a folder, as rows, and a sentence for each file that is no record. A run that
+    was planned (sweep.csv) but is not there is a row with a problem, and has the workload of the
+    sweep's other runs. Raises FileNotFoundError if there is nothing at all.
     """
     rows, notes, found = [], [], set()
     for path in sorted(folder.rglob("run.json")):
         found.add(path.parent)
         try:
             rows.append(read_record(path, folder))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as reason:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                OSError) as reason:
             notes.append(f"skipped {path}: no run record ({type(reason).__name__}: {reason})")
     for plan in sorted(folder.rglob("sweep.csv")):
         try:
@@ -248,13 +259,16 @@ def read_runs(folder):
                     run = str(path.relative_to(folder))
                     cell = {"strategy": planned["strategy"]} | {
                         name: int(planned[name]) for name in ("nodes", "gpus_per_node")}
-                    others = [row for row in rows if Path(row["run"]).parent == Path(run).parent and not row["problem"]]
+                    others = [row for row in rows if not row["problem"]
+                              and Path(row["run"]).parent == Path(run).parent]
                     work = {name: others[0][name] for name in SAME_WORK} if others else {}
-                    rows.append(cell | work | {"run": run, "problem": f"failed or missing{job}: see {run}.log"})
+                    rows.append(cell | work | {
+                        "run": run, "problem": f"failed or missing{job}: see {run}.log"})
         except (ValueError, LookupError, TypeError, OSError) as reason:
             notes.append(f"skipped {plan}: no plan of a sweep ({type(reason).__name__}: {reason})")
     if not rows and not notes:
-        raise FileNotFoundError(f"no run.json below {folder}: the training scripts leave one in their output directory")
+        raise FileNotFoundError(f"no run.json below {folder}: the training scripts leave one in "
+                                "their output directory")
     return rows, notes
 
 
@@ -266,8 +280,8 @@ def read_times(path):
         raise ValueError(f"{path}: {reason}") from None
     missing = {"strategy", "nodes", "gpus_per_node", "seconds"} - set(table.columns)
     if missing:
-        raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the first line has to name strategy,nodes,"
-                         "gpus_per_node,seconds")
+        raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the first line has to "
+                         "name strategy,nodes,gpus_per_node,seconds")
     if not len(table):
         raise ValueError(f"{path}: there are no times below the first line")
     rows = []
@@ -276,29 +290,33 @@ def read_times(path):
             nodes, gpus = int(values["nodes"]), int(values["gpus_per_node"])
             if min(nodes, gpus) < 1:
                 raise ValueError("nodes and gpus_per_node have to be 1 or more")
-            rows.append({"strategy": values["strategy"].strip().lower(), "nodes": nodes, "gpus_per_node": gpus,
-                         "devices": nodes * gpus, "seconds": parse_seconds(values["seconds"]), "problem": "",
-                         "script": f"measured by hand, {Path(path).name}", "run": f"line {line}"})
+            rows.append({
+                "strategy": values["strategy"].strip().lower(), "nodes": nodes,
+                "gpus_per_node": gpus, "devices": nodes * gpus,
+                "seconds": parse_seconds(values["seconds"]), "problem": "",
+                "script": f"measured by hand, {Path(path).name}", "run": f"line {line}"})
         except (ValueError, AttributeError) as reason:
             raise ValueError(f"{path}, line {line}: {reason}") from None
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------- comparing
+# ---------------------------------------------------------------------------------------- comparing
 
 
 SURE = ["surely_faster", "surely_slower"]  # than one device, whichever repeats are compared
 
 
 def make_cells(runs):
-    """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and efficiency. `shown`
-    is the strategy in words. Speedups are against a baseline that keeps its activations.
+    """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and
+    efficiency. `shown` is the strategy in words. Speedups are against a baseline that keeps its
+    activations.
     """
-    rows = []
-    for values, repeats in runs[runs["problem"] == ""].groupby(SAME_WORK + CELL, dropna=False, sort=False):
+    rows, timings = [], runs[runs["problem"] == ""]
+    for values, repeats in timings.groupby(SAME_WORK + CELL, dropna=False, sort=False):
         median = repeats["seconds"].median()
-        middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # the median run, or one beside it
-        row = dict(zip(SAME_WORK + CELL, values, strict=True)) | {name: repeats[name].median() for name in FIGURES}
+        middle = repeats.loc[(repeats["seconds"] - median).abs().idxmin()]  # or one beside it
+        row = dict(zip(SAME_WORK + CELL, values, strict=True))
+        row |= {name: repeats[name].median() for name in FIGURES}
         row |= {name: middle[name] for name in [*ARCHITECTURE, "run", "parameters", "ranks", "log"]}
         rows.append(row | {
             "repeats": len(repeats), "fastest": repeats["seconds"].min(),
@@ -317,7 +335,8 @@ def make_cells(runs):
     cells["spread"] = width.where(steady, other).astype(float)
     for name in ("fixed", "basis", "speedup", "efficiency", "speedup_low", "speedup_high"):
         cells[name] = pd.Series(dtype=object if name in ("fixed", "basis") else float)
-    cells["activation_checkpointing"] = recomputing = cells["activation_checkpointing"].eq(True)  # not known is no
+    recomputing = cells["activation_checkpointing"].eq(True)  # not known is no
+    cells["activation_checkpointing"] = recomputing
     cells[SURE] = False
     for i, cell in cells.iterrows():
         fixed, baseline = find_baseline(cell, cells[~recomputing])
@@ -341,33 +360,39 @@ def make_cells(runs):
     for _, twins in cells.groupby([*SAME_WORK, "shown", "nodes", "gpus_per_node"], dropna=False):
         if len(twins) > 1:  # of one shape, with other batches
             cells.loc[twins.index, "shown"] += [
-                f", batch {batch:.0f} x {micro:.0f}" for batch, micro in
-                zip(twins["per_device_batch_size"], twins["gradient_accumulation_steps"], strict=True)]
+                f", batch {twin['per_device_batch_size']:.0f} x "
+                f"{twin['gradient_accumulation_steps']:.0f}" for _, twin in twins.iterrows()]
     cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
                     for _, cell in cells.iterrows()]
     return cells
 
 
 def differing_options(options):
-    """For each of several variants of a strategy, the options in which they differ: " (offload: true)", or ""."""
+    """For each of several variants of a strategy, the options in which they differ, such as
+    " (offload: true)", or "".
+    """
     variants = [json.loads(text) if isinstance(text, str) else {} for text in options]
     differ = sorted({key for variant in variants for key in variant
                      if any(other.get(key) != variant[key] for other in variants)})
-    texts = [", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ) for variant in variants]
+    texts = [", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ)
+             for variant in variants]
     return [f" ({text})" if text else "" for text in texts]
 
 
 def find_baseline(cell, cells):
-    """What is fixed between a cell and its 1-device baseline, and that baseline; (None, None) if there is none.
+    """What is fixed between a cell and its 1-device baseline, and that baseline; (None, None) if
+    there is none.
 
-    Both have to train on as many samples, give or take 1 %: with a fixed number of steps instead of epochs, or where
-    much of an epoch does not fill a global batch, more devices with the same batch each do more or less work.
+    Both have to train on as many samples, give or take 1 %. With a fixed number of steps instead of
+    epochs, or where much of an epoch does not fill a global batch, more devices with the same batch
+    each do more or less work.
     """
     base = same(cell, cells[(cells["strategy"] == "baseline") & (cells["devices"] == 1)], SAME_WORK)
     if not pd.isna(cell["samples_trained"]):
         base = base[(base["samples_trained"] / cell["samples_trained"] - 1).abs() <= 0.01]
     per_device = same(cell, base, ["per_device_batch_size", "gradient_accumulation_steps"])
-    for fixed, found in (("batch per device", per_device), ("global batch", same(cell, base, ["global_batch_size"]))):
+    in_all = same(cell, base, ["global_batch_size"])
+    for fixed, found in (("batch per device", per_device), ("global batch", in_all)):
         if len(found):
             if pd.isna(cell["global_batch_size"]):
                 fixed = "not known"
@@ -375,7 +400,7 @@ def find_baseline(cell, cells):
     return None, None
 
 
-# ------------------------------------------------------------------------------------------------- where time goes
+# ---------------------------------------------------------------------------------- where time goes
 
 
 def covered(spans):
@@ -397,56 +422,62 @@ LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLo
 
 
 def time_shares(trace):
-    """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1: computation alone, together
-    with communication, which it hides, communication alone, loading data, and none of them: Python, and idleness.
-    Raises ValueError or KeyError for what is no such trace.
+    """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1:
+    computation alone, computation that hides communication, communication alone, loading data, and
+    none of them: Python, and idleness. Raises ValueError or KeyError if it is no such trace.
 
-    On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies are work, and
-    Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
+    On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies
+    are work, and Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
     """
-    events = [event for event in json.loads(Path(trace).read_bytes())["traceEvents"] if event.get("ph") == "X"]
+    events = [event for event in json.loads(Path(trace).read_bytes())["traceEvents"]
+              if event.get("ph") == "X"]
     gpu_work = {"kernel", "gpu_memcpy", "gpu_memset"}
     on_gpu = any(event.get("cat") in gpu_work for event in events)
     annotation = "gpu_user_annotation" if on_gpu else "user_annotation"
     spans = {"step": [], "communication": [], "data": [], "compute": []}
     for event in events:
         name, kind = event["name"], event.get("cat")
-        key = ("step" if name.startswith("ProfilerStep") and kind == annotation else
-               "communication" if name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower() else
-               "data" if name.startswith(LOADING) and kind == annotation else
-               "compute" if kind in gpu_work or not on_gpu and kind == "cpu_op" and name.startswith("aten::") else None)
-        if key:
-            spans[key].append((event["ts"], event["ts"] + event["dur"]))
+        span = (event["ts"], event["ts"] + event["dur"])
+        if kind == annotation and name.startswith("ProfilerStep"):
+            spans["step"].append(span)
+        elif name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower():
+            spans["communication"].append(span)
+        elif kind == annotation and name.startswith(LOADING):
+            spans["data"].append(span)
+        elif kind in gpu_work or not on_gpu and kind == "cpu_op" and name.startswith("aten::"):
+            spans["compute"].append(span)
     if not spans["step"]:
         raise ValueError("no traced steps")
     start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
     clipped = {key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
                for key, value in spans.items()}
     compute = clipped["compute"]
-    both, communication = length(clipped["communication"] + compute), length(clipped["communication"])
-    hidden = communication + length(compute) - both
+    communication = length(clipped["communication"])
+    hidden = communication + length(compute) - length(clipped["communication"] + compute)
     loading = length(clipped["communication"] + clipped["data"])
     busy = length(clipped["communication"] + clipped["data"] + compute)
-    parts = {"computation": busy - loading, "both at once": hidden, "communication": communication - hidden,
-             "loading data": loading - communication, "neither": end - start - busy}
+    parts = {"computation": busy - loading, "both at once": hidden,
+             "communication": communication - hidden, "loading data": loading - communication,
+             "neither": end - start - busy}
     return {name: part / (end - start) for name, part in parts.items()}
 
 
-# ------------------------------------------------------------------------------------------------------------ output
+# ------------------------------------------------------------------------------------------- output
 
-KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each device has as much to do
-in a step as the baseline, so the global batch grows with the devices, an epoch has fewer steps, and the run trains
-otherwise. *Global batch*: the same steps and, without dropout, the same losses and weights as the baseline; each
-device has its part of the batch. *Not known*: measured by hand; you answer for the work being the same. The baseline
-is one device; speedup = its time / time, efficiency = speedup / devices.
+KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each
+device has as much to do in a step as the baseline. So the global batch grows with the devices, an
+epoch has fewer steps, and the losses differ from the baseline's. *Global batch*: the steps are the
+same, and without dropout the losses and weights are those of the baseline. Each device has its part
+of the batch. *Not known*: the times were measured by hand, and you answer for the work being the
+same. The baseline is one device. Speedup = its time / time, and efficiency = speedup / devices.
 
-**Which time.** The column *of* says it. *Steady steps*: the time per sample of all steps but the
+**Which time.** The column *of* says it. *Steady steps* is the time per sample of all steps but the
 first 10, in which memory and connections are set up. It is used where both cells have at least 30
-steady steps. *Training*, in short runs and for times measured by hand: `seconds`, all of training.
-`total` also has the start, evaluations and saving. All figures are medians over the repeats. *Note*
-says where a cell is not enough to rely on: fewer than 30 steady steps, or repeats that differ by
-more than 10 %. MFU is the share of the GPU's peak FLOP/s that the model's products use, the warm-up
-included."""
+steady steps. *Training* is `seconds`, all of training. It is used for short runs and for times
+measured by hand. `total` also has the start, evaluations and saving. All figures are medians over
+the repeats. *Note* marks a cell that you should not rely on: it has fewer than 30 steady steps, or
+its repeats differ by more than 10 %. MFU is the share of the GPU's peak FLOP/s that the model's
+matrix products use, the warm-up included."""
 
 
 def table(columns):
@@ -465,7 +496,8 @@ def shapes_of(cells):
 
 def name_work(cell):
     """A workload in words."""
-    values = {name: cell[name] for name in SAME_WORK if not pd.isna(cell[name]) and cell[name] not in ("no", "")}
+    values = {name: cell[name] for name in SAME_WORK
+              if not pd.isna(cell[name]) and cell[name] not in ("no", "")}
     return ", ".join(str(value) if name in ("script", "model", "device_name") else
                      f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
                      for name, value in values.items())
@@ -479,7 +511,7 @@ def describe_work(group, parts, held, missing, links, predict_to):
     if shown:
         yield "**What this shows.** " + " ".join(shown)
     shapes = [shape(cell) for _, cell in group.iterrows()]
-    spread = [f"{low:.2f}-{high:.2f}" for low, high in zip(group["fastest"], group["slowest"], strict=True)]
+    spread = [f"{cell['fastest']:.2f}-{cell['slowest']:.2f}" for _, cell in group.iterrows()]
     yield table({
         "strategy": group["shown"], "nodes x devices": shapes,
         "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
@@ -494,15 +526,16 @@ def describe_work(group, parts, held, missing, links, predict_to):
         "note": [doubts(cell) or None for _, cell in group.iterrows()],
         "median run": group["run"], "log": group["log"]})
     if lost:
-        yield "Nothing to show of: " + ", ".join(f"{strategy} {size}" for strategy, size in lost) + "; see the end."
+        names = ", ".join(f"{strategy} {size}" for strategy, size in lost)
+        yield f"Nothing to show of: {names}; see the end."
     keeping = group[~group["activation_checkpointing"]]
     if not ((keeping["strategy"] == "baseline") & (keeping["devices"] == 1)).any():
-        yield ("No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this work"
-               f"{', without --activation_checkpointing' * (len(keeping) < len(group))}.")
+        yield ("No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this "
+               f"work{', without --activation_checkpointing' * (len(keeping) < len(group))}.")
     elif group["speedup"].isna().any():
-        yield ("Blank speedups: no baseline has the same batch per device or the same global batch and trained on as "
-               "many samples (1 % more or less). With --max_train_steps it takes the same global batch; with epochs, "
-               "numbers of samples that global batches divide.")
+        yield ("Blank speedups: no baseline has the same batch per device or the same global batch "
+               "and trained on as many samples (1 % more or less). With --max_train_steps it takes "
+               "the same global batch; with epochs, numbers of samples that global batches divide.")
     known = group[group["parameters"].notna()]
     if len(parts):
         yield describe_parts(group, parts)
@@ -513,7 +546,8 @@ def describe_work(group, parts, held, missing, links, predict_to):
         ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
         yield table([{"run": run, "rank": rank["rank"], "host": rank["host"]}
                      | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
-                     | {"peak MB": f"{rank['peak_memory_mb'] or math.nan:,.0f}"} for run, rank in ranks])
+                     | {"peak MB": f"{rank['peak_memory_mb'] or math.nan:,.0f}"}
+                     for run, rank in ranks])
 
 
 def describe_parts(group, parts):
@@ -635,13 +669,14 @@ def describe_formulas(known, held):
     sent, kept = pd.Series(sent, known.index, float), held["activations"]
     held = held.drop(columns="activations").sum(axis=1, skipna=False)
     peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
-    return ("What the formulas say of a rank (sent: in fp32, without accumulation, over gloo on a CPU; held: with what "
-            "is offloaded to the host). Activations are those of the layers of a transformer, for windows of full "
-            "length and without dropout. The last column is the measured peak without what the rank held before it "
+    return ("What the formulas say of a rank. Bytes sent are those in fp32 without accumulation, "
+            "and over gloo on a CPU. Bytes held include what is offloaded to the host. Activations "
+            "are those of the layers of a transformer, for windows of full length and without "
+            "dropout. The last column is the measured peak without what the rank held before it "
             "loaded the model: libraries and data.\n\n" + table({
                 "strategy": known["shown"], "devices": known["devices"],
                 "parameters": show(known["parameters"], "{:,.0f}"),
-                "MB sent a step": show(sent / 1e6, "{:,.2f}"),
+                "MB sent per step": show(sent / 1e6, "{:,.2f}"),
                 "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
                 "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
                 peak + " measured": show(known["peak_memory_mb"], "{:,.0f}"),
@@ -674,7 +709,8 @@ def find_shares(traces, group):
     """{index of a cell: [each rank's share of communication that computing does not hide]} of the
     cells of which one run was profiled, however long it was and on however much data.
     """
-    work = [name for name in SAME_WORK if name not in ("samples", "eval_samples", "epochs", "steps")]
+    sizes = ("samples", "eval_samples", "epochs", "steps")
+    work = [name for name in SAME_WORK if name not in sizes]
     names, traced, found = [*work, *CELL], pd.DataFrame(traces), {}
     for i, cell in group.iterrows() if len(traced) else []:
         fits = same(cell, traced, names)
@@ -684,17 +720,19 @@ def find_shares(traces, group):
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Tables and plots of time, speedup and efficiency from run records.")
+    parser = argparse.ArgumentParser(
+        description="Tables and plots of time, speedup and efficiency from run records.")
     parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
     add = parser.add_argument
     add("folder", type=Path, nargs="?", help="where the runs are: every run.json below it is read")
-    add("--times", type=Path, help="CSV of times measured by hand, as 186.6 or 3m6.6s: strategy,nodes,gpus_per_node,"
-        "seconds")
-    add("--output_dir", type=Path, default=Path("."), help="where report.md, report.csv and the plots go (default: .)")
+    add("--times", type=Path, help="CSV of times measured by hand, as 186.6 or 3m6.6s: "
+        "strategy,nodes,gpus_per_node,seconds")
+    add("--output_dir", type=Path, default=Path("."),
+        help="where report.md, report.csv and the plots go (default: .)")
     add("--predict", type=int, metavar="N",
         help="also step times at 2, 4, ... N devices, by formula")
     add("--check", type=Path, help="the link to predict with: a check.json of sbatch/check.py "
@@ -729,7 +767,8 @@ def read_link(path):
     measured link.
     """
     link = json.loads(path.read_bytes())
-    for line in [line for both in link["collectives"].values() for line in (both, both["in_a_row"])]:
+    lines = link["collectives"].values()
+    for line in [*lines, *(line["in_a_row"] for line in lines)]:
         if not (line["bandwidth_bytes_per_second"] > 0 and line["latency_seconds"] >= 0):
             raise ValueError("a bandwidth is not greater than 0, or a latency negative")
     return {"nodes": int(link["nodes"]), "processes": int(link["processes"]),
@@ -787,10 +826,11 @@ def main():
     traces, unread = read_traces(args.folder) if args.folder else ([], [])
     sections = ["# Report", KINDS]
     works = list(cells.groupby(SAME_WORK, dropna=False, sort=False))
-    differ = [name for name in SAME_WORK if len({str(values[SAME_WORK.index(name)]) for values, _ in works}) > 1]
+    differ = [name for i, name in enumerate(SAME_WORK)
+              if len({str(values[i]) for values, _ in works}) > 1]
     if differ:
-        sections.append(f"These are {len(works)} workloads, never compared with each other; they differ in "
-                        f"{', '.join(differ)}.")
+        sections.append(f"These are {len(works)} workloads, never compared with each other; they "
+                        f"differ in {', '.join(differ)}.")
     others = runs[runs["problem"] != ""]
     for number, (_, group) in enumerate(works, 1):
         group = group.assign(predicted_step_seconds=predict_cells(group, args.links))
@@ -803,12 +843,15 @@ def main():
         files = plot_work(group, parts, held, args.output_dir, suffix)
         sections += [" ".join(f"![{file}]({file})" for file in files)]
     if traces:
-        sections += ["## Where the time of the profiled steps went", describe_traces(traces), "The traces open in "
-                     "https://ui.perfetto.dev. Communication includes waiting for a slower rank: the rank that "
-                     "waits least shows best what the transfer takes. Profiled runs are never used as timings."]
+        sections += [
+            "## Where the time of the profiled steps went", describe_traces(traces),
+            "The traces open in https://ui.perfetto.dev. Communication includes waiting for a "
+            "slower rank: the rank that waits least shows best what the transfer takes. Profiled "
+            "runs are never used as timings."]
     if len(others) or notes or unread:
         sections += ["## Not in the tables", "\n".join(
-            [f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}" for _, run in others.iterrows()]
+            [f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}"
+             for _, run in others.iterrows()]
             + [f"- {note}" for note in notes + unread])]
     text = "\n\n".join(section for section in sections if section) + "\n"
     print(text)

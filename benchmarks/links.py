@@ -25,7 +25,7 @@ import slurm_cluster  # noqa: E402  in the folders above
 
 import report  # noqa: E402
 
-LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "16kb"}  # rate: burst, for tc's tbf
+LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 DATA = "tests/data/squad_v1.json"
 TINY = ["train_bert_squad.py", "--model_name_or_path", "tests/data/tiny_bert", "--from_scratch",
@@ -71,10 +71,10 @@ def predictions(folder, link):
     rows, _ = report.read_runs(folder)
     cells = report.make_cells(pd.DataFrame(rows, columns=report.NAMES))
     links = report.find_links(folder)
-    groups = [group.assign(predicted=report.predict_cells(group, links))
+    groups = [group.assign(predicted_step_seconds=report.predict_cells(group, links))
               for _, group in cells.groupby(report.SAME_WORK, dropna=False, sort=False)]
     found = pd.concat(groups).assign(link=link)
-    return found[found["predicted"].notna()]
+    return found[found["predicted_step_seconds"].notna()]
 
 
 def order_of(cells, column):
@@ -110,7 +110,6 @@ def main():
             sys.exit(f"error: {problem}")
         measure(folder, args.repeats, args.links)
     found = pd.concat([predictions(folder / link, link) for link in args.links])
-    found = found.rename(columns={"predicted": "predicted_step_seconds"})
     found[COLUMNS].to_csv(folder / "links.csv", index=False)
     miss = found["predicted_step_seconds"] / found["step_seconds"] - 1
     batches = found["gradient_accumulation_steps"].astype(int)

@@ -210,18 +210,15 @@ def test_what_is_not_known_is_not_predicted():
     assert predict.predict(1.0, row | {"strategy": "baseline"}, 1, link) == 1.0
 
 
-@pytest.mark.parametrize("table, within, least, known", [
-    ("report-cpu/report.csv", 0.2, 8, set()),
-    ("links-cpu/links.csv", 0.25, 27, {("train_mnist_rnn.py", "zero2", "200mbit")})])
-def test_the_predictions_of_the_docs_hold(table, within, least, known):
-    """Of the measured cells on two processes that docs/results shows, but for the known misses,
-    which the pages there name.
-    """
+@pytest.mark.parametrize("table, within, least", [
+    ("report-cpu/report.csv", 0.2, 8), ("links-cpu/links.csv", 0.25, 27)])
+def test_the_predictions_of_the_docs_hold(table, within, least):
+    """Of all measured cells on two processes that docs/results shows."""
     with open(ROOT / "docs" / "results" / table) as file:
         rows = [row for row in csv.DictReader(file) if row["predicted_step_seconds"]]
     missed = {(row["script"], row["strategy"], row.get("link")): miss for row in rows if abs(
         miss := float(row["predicted_step_seconds"]) / float(row["step_seconds"]) - 1) > within}
-    assert len(rows) >= least and set(missed) == set(known), missed
+    assert len(rows) >= least and not missed
 
 
 def test_the_page_of_the_example_report_has_its_misses():
