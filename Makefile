@@ -1,16 +1,18 @@
 # `make train` and `make test` do everything on a fresh machine; `make help` lists the rest.
 PYTHON ?= python3
-# The pinned set. Python 3.10 gets the older one; so should a driver older than 580: make train CONSTRAINTS=constraints-cu128.txt
-# It stays what .venv was made with.
+# The pinned set: that of .venv, if there is one. Python 3.10 gets the older set. An NVIDIA driver
+# older than 580 needs it too: make train CONSTRAINTS=constraints-cu128.txt
 PINNED := $(shell cat .venv/installed 2>/dev/null)
-CONSTRAINTS ?= $(or $(PINNED),$(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-cu128.txt')"))
+OLD_PYTHON := $(shell $(PYTHON) -c "import sys; print('-cu128' * (sys.version_info < (3, 11)))")
+CONSTRAINTS ?= $(or $(PINNED),constraints$(OLD_PYTHON).txt)
 BIN := .venv/bin
 REPEATS = 2
 STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
 DIGITS = train_mnist_rnn.py --dataset digits --num_epochs 30
-TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch --learning_rate 1e-3 --dropout 0 \
-	--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json --per_device_train_batch_size 8
+TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch \
+	--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json \
+	--learning_rate 1e-3 --dropout 0 --per_device_train_batch_size 8
 # All visible GPUs, or else two CPU processes.
 PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
@@ -21,22 +23,24 @@ setup: .venv/installed  ## make .venv and install requirements.txt into it
 dev: .venv/installed-dev
 
 .venv/installed: requirements.txt $(CONSTRAINTS)
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
+		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
 	echo $(CONSTRAINTS) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $$(cat .venv/installed)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt \
+		-c $$(cat .venv/installed)
 	touch $@
 
 train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no download, no GPU needed
-	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
-		$(DIGITS)
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
+		--num_processes $(PROCESSES) $(DIGITS)
 
-train-bert: setup  ## train a tiny BERT from scratch on the test data's questions: no download, no GPU needed
-	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes $(PROCESSES) \
-		$(TINY) --num_epochs 30
+train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
+		--num_processes $(PROCESSES) $(TINY) --num_epochs 30
 
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
 	$(BIN)/python -m pytest
@@ -44,7 +48,7 @@ test: dev  ## the tests of the scripts, the YAMLs, the report and README; minute
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
 	+$(MAKE) -j 2 test-rest test-cluster
 
-# The tests with a cluster mostly wait, so they run beside the others. Their output is shown at their end.
+# The tests with a cluster mostly wait, so they run beside the others and print at their end.
 test-rest:
 	$(BIN)/python -m pytest -m "not cluster and not matrix"
 
@@ -57,17 +61,18 @@ slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
 		slurmctld slurmd slurm-client iproute2
 
-test-faults: dev  ## break runs on a two-node Slurm in every way, and print what became of them; as root, half an hour
+test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
 test-gpu: dev  ## prove it all on this machine's GPUs; without a GPU nothing is run
 	$(BIN)/python tests/gpu.py
 
-sweep: setup  ## time every strategy on this machine with both scripts, small, without Slurm, and report
+sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
-	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) --max_train_samples 112 --num_epochs 8 && \
+	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
+		--max_train_samples 112 --num_epochs 8 && \
 	python report.py $(SWEEP) --output_dir $(SWEEP)
 
 lint: dev  ## check the style
@@ -77,10 +82,11 @@ lint: dev  ## check the style
 bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, takes minutes
 	$(BIN)/python benchmarks/mnist.py
 
-bench-gpu: dev  ## measure BERT-base on one GPU in bf16, beside transformers' Trainer; from the Hub, or its cache
+bench-gpu: dev  ## measure BERT-base on one GPU in bf16, beside transformers' Trainer
 	$(BIN)/python benchmarks/bert.py --gpu $(BENCH)
 
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm test-faults test-gpu lint bench bench-gpu clean
+.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm \
+	test-faults test-gpu lint bench bench-gpu clean

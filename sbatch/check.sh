@@ -1,7 +1,8 @@
 #!/bin/bash
 # Is the cluster fit? Hosts, GPUs, versions, and how fast the nodes talk, in a minute or two:
 #   sbatch sbatch/check.sh
-# Other shapes by sbatch's options, as for 2node.sh. And all that `make test-gpu` proves, on one node:
+# sbatch's options choose other shapes, as for 2node.sh. To prove on one node what `make test-gpu`
+# proves:
 #   sbatch --nodes=1 --gres=gpu:2 --time=20 sbatch/check.sh --full
 #SBATCH --job-name=check
 #SBATCH --nodes=2
@@ -12,7 +13,8 @@
 #SBATCH --open-mode=append
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
-[ -f sbatch/launch.sh ] || { echo "error: no sbatch/launch.sh in $PWD: submit from the project's root" >&2 && exit 1; }
+[ -f sbatch/launch.sh ] ||
+    { echo "error: no sbatch/launch.sh in $PWD: submit from the project's root" >&2 && exit 1; }
 if [ "${1:-}" = --full ]; then
     source sbatch/site.sh
     exec python tests/gpu.py "${@:2}"

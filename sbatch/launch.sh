@@ -1,30 +1,30 @@
 #!/bin/bash
-# What the wrappers run on the first node of a job: it checks what was asked for, launches `accelerate` once on every
-# node, and sees to it that a run that is interrupted continues. Read it from top to bottom.
+# What the wrappers run on the first node of a job. It checks what was asked for, launches
+# `accelerate` once on every node, and lets an interrupted run continue. Read it from top to bottom.
 #
 #   launch.sh [YAML [flags of accelerate launch]] [SCRIPT.py] [flags of the script]
 set -uo pipefail
 
-{ # so that bash reads it all before it starts: who edits this file must not change the jobs that run
+{ # bash reads all of it before it starts, so editing this file does not change running jobs
 
 fail() {
     echo "error: $*" >&2
     exit 1
 }
 
-# ------------------------------------------------------------------------------------------------------ what to run
+# -------------------------------------------------------------------------------------- what to run
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this runs inside a Slurm job: sbatch sbatch/2node.sh"
 warned='' stopped=''
 trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
-trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job, and knows why
+trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job
 site() { # a function, as conda would take the arguments of this script for its own
     set +u # what modules and conda read is not always set
     source sbatch/site.sh
 }
 site || fail "sbatch/site.sh ended with an error"
 set -u
-RECORD=${RECORD:-run.json} # in the output directory; says "completed", or "failed" if the run broke down
+RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "failed"
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
 case ${1:-} in *.yaml | *.yml) config=$1 && shift ;; esac
@@ -37,30 +37,37 @@ for i in "${!words[@]}"; do
         break
     fi
 done
-case ${words[0]:-} in "" | -*) ;; *) fail "'$1' is neither a YAML, nor a script (.py), nor a flag" ;; esac
+case ${words[0]:-} in
+    "" | -*) ;;
+    *) fail "'$1' is neither a YAML, nor a script (.py), nor a flag" ;;
+esac
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
 for flag in "${launcher_flags[@]}"; do
-    case ${flag//-/_} in __num_processes* | __num_machines* | __machine_rank* | __main_process_* | __config_file*)
-        fail "${flag%%=*} comes from what Slurm granted: ask sbatch for it, with --nodes and --gres" ;;
+    case ${flag//-/_} in
+        __num_processes* | __num_machines* | __machine_rank* | __main_process_* | __config_file*)
+            fail "${flag%%=*} comes from what Slurm granted:" \
+                "ask sbatch for it, with --nodes and --gres" ;;
     esac
 done
 
-# -------------------------------------------------------------------------------------------------- what was granted
+# --------------------------------------------------------------------------------- what was granted
 
 nodes=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0} # on this node; the check of the nodes below holds the others to it
 per_node=$gpus
 [ "$gpus" -gt 0 ] || per_node=${PROCESSES_PER_NODE:-1}
-[[ $per_node =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES_PER_NODE must be a number from 1 on, got '$per_node'"
+[[ $per_node =~ ^[1-9][0-9]*$ ]] ||
+    fail "PROCESSES_PER_NODE must be a number from 1 on, got '$per_node'"
 if grep -Eq "^distributed_type: *['\"]?NO" "$config"; then # baseline or DP: one process
-    [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes: use sbatch/1node.sh" \
-        "for it, or accelerate_configs/ddp.yaml on several nodes"
+    [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes:" \
+        "use sbatch/1node.sh for it, or accelerate_configs/ddp.yaml on several nodes"
     per_node=1
 fi
 processes=$((nodes * per_node))
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Each job has a port of its own (array tasks have job ids of their own), below those that the kernel hands out.
+# Each job has a port of its own (array tasks have job ids of their own). It is below the ports that
+# the kernel hands out.
 port=$((10000 + SLURM_JOB_ID % 20000))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
 
@@ -77,7 +84,8 @@ for word in "$@"; do
     previous=$word
 done
 [ -n "$given" ] || set -- "$@" --output_dir "$output"
-[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || fail "the tasks of an array would share --output_dir $output"
+[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
+    fail "the tasks of an array would share --output_dir $output"
 mkdir -p "$output" || fail "cannot make the output directory $output"
 owner=$(cat "$output/.job" 2>/dev/null)
 if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then
@@ -86,18 +94,22 @@ if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then
 fi
 echo "$SLURM_JOB_ID" >"$output/.job"
 
-# ------------------------------------------------------------------------------------------------- the launch line
+# ---------------------------------------------------------------------------------- the launch line
 
-# One task a node, each a launcher that starts this node's ranks.
-on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores" --export=ALL)
-# Static rendezvous: which node is which is Slurm's affair, so rank 0 is on the node whose address is known; and nobody
-# joins or leaves, as a lost node means that the whole job is queued again. c10d would give ranks to nodes as they come.
-line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes" --rdzv_backend static
-    --rdzv_conf timeout=300 --main_process_ip "$first" --main_process_port "$port"
-    --deepspeed_multinode_launcher standard "${launcher_flags[@]}" "$script" --resume "$@")
-# $SLURM_NODEID has its value on the node only: here it would be 0 for all. Slurm signals this shell, and on most
-# clusters nothing below it: it passes the signal on to the ranks, the children of the launcher. The launcher ignores
-# them as far as it can, as it would die of them and take the ranks with it.
+# One task per node. Each is a launcher, which starts this node's ranks.
+on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores"
+    --export=ALL)
+# Static rendezvous: Slurm numbers the nodes, so rank 0 is on the node whose address is known (c10d
+# would number the nodes as they come). No node joins or leaves: if one is lost, the whole job is
+# queued again.
+line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes"
+    --rdzv_backend static --rdzv_conf timeout=300
+    --main_process_ip "$first" --main_process_port "$port" --deepspeed_multinode_launcher standard
+    "${launcher_flags[@]}" "$script" --resume "$@")
+# $SLURM_NODEID has its value on the node only; here it would be 0 for all nodes. On most clusters
+# Slurm signals this shell and nothing below it. So the shell passes the signal on to the ranks,
+# which are the children of the launcher. The launcher itself has to ignore the signals, or it would
+# die and take the ranks with it.
 # shellcheck disable=SC2016
 task='trap "" USR1 TERM
 accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
@@ -111,17 +123,21 @@ exit $code'
 
 echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
     "$script with $config, $nodes node(s) x $per_node process(es), $(date '+%F %T')"
-command -v accelerate >/dev/null || fail "no accelerate on the PATH: make setup, or say in sbatch/site.sh what to activate"
+command -v accelerate >/dev/null ||
+    fail "no accelerate on the PATH: make setup, or say in sbatch/site.sh what to activate"
 # shellcheck disable=SC2016
 seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
-    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $(command -v accelerate || echo none)"
+    found=$(command -v accelerate || echo none)
+    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $found"
     ! command -v nvidia-smi >/dev/null ||
         nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || true
 ') || { echo "$seen" && fail "srun does not reach all nodes"; }
 sort -n <<<"$seen"
-! grep 'core(s), none' <<<"$seen" >/dev/null || fail "a node finds no accelerate: is the environment on a disk of all nodes?"
+! grep 'core(s), none' <<<"$seen" >/dev/null ||
+    fail "a node finds no accelerate: is the environment on a disk of all nodes?"
 [ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
-    fail "not every node was granted $gpus GPU(s), like $first: ask for the same on each, with --gres=gpu:N"
+    fail "not every node was granted $gpus GPU(s), like $first:" \
+        "ask for the same on each, with --gres=gpu:N"
 python - <<'EOF'
 import platform
 from importlib.metadata import distributions
@@ -134,7 +150,7 @@ echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with the machine_rank of i
 printf '%q ' "${run[@]}" accelerate launch --machine_rank 0 "${line[@]}"
 echo
 
-# --------------------------------------------------------------------------------- run, and continue when interrupted
+# --------------------------------------------------------------- run, and continue when interrupted
 
 checkpoint() { readlink "$output/checkpoints/last" 2>/dev/null; }
 status_is() { grep -q "\"status\": \"$1\"" "$output/$RECORD" 2>/dev/null; }
@@ -148,9 +164,11 @@ rm -f "$FIRST_NODE_ENDED"
 srun=$! code=unknown
 while kill -0 "$srun" 2>/dev/null; do
     [ ! -e "$FIRST_NODE_ENDED" ] || left=${left:-$SECONDS}
-    if [ -n "$warned" ]; then kill -USR1 "$srun"; fi # again and again: a rank that is just starting does not listen yet
-    # srun waits for ever for a node that it cannot reach any more, and a rank may have too much to do to stop in time.
-    [ $((SECONDS - ${left:-$SECONDS})) -lt 30 ] && [ $((SECONDS - ${warned:-$SECONDS})) -lt 90 ] || break
+    # Again and again, as a rank that is just starting does not listen yet.
+    if [ -n "$warned" ]; then kill -USR1 "$srun"; fi
+    # srun waits for ever for a node that it cannot reach, and a rank may be too busy to stop.
+    [ $((SECONDS - ${left:-$SECONDS})) -lt 30 ] || break
+    [ $((SECONDS - ${warned:-$SECONDS})) -lt 90 ] || break
     sleep 3 &
     wait -n "$srun" $! # a signal ends this, but not srun
 done
@@ -160,13 +178,18 @@ rm -f "$FIRST_NODE_ENDED"
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
 if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then exit 0; fi
-if status_is failed && [ -n "$new" ]; then fail "the run broke down, so not queued again; see above"; fi
-[ -z "$stopped" ] || fail "ended by Slurm; if it does not run again by itself, the same sbatch with" \
+if status_is failed && [ -n "$new" ]; then
+    fail "the run broke down, so not queued again; see above"
+fi
+[ -z "$stopped" ] || fail "ended by Slurm;" \
+    "if it does not run again by itself, the same sbatch with" \
     "--output_dir $output continues where it stopped"
 # Queued again only if it got further, so that what fails anew each time comes to an end.
-[ "$(checkpoint)" != "$before" ] || fail "not completed, and without a new checkpoint, so not queued again; see above"
+[ "$(checkpoint)" != "$before" ] ||
+    fail "not completed, and without a new checkpoint, so not queued again; see above"
 echo "not completed, but saved as far as $(checkpoint): queued again"
-scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again: the same sbatch with" \
+scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again:" \
+    "the same sbatch with" \
     "--output_dir $output continues where it stopped"
 exit
 }

@@ -1,28 +1,30 @@
 # shellcheck shell=bash disable=SC1091
-# What this cluster needs; the one file to edit. Every job reads it on its first node before anything starts, and
-# sweep.sh where you type. sbatch itself reads SBATCH_ variables from your shell only: for those, type once a session
+# What this cluster needs. It is the one file to edit. Every job reads it on its first node before
+# anything starts, and sweep.sh reads it where you type. But sbatch reads SBATCH_ variables from
+# your shell only. If you set some here, type this once per session:
 #     source sbatch/site.sh
 
 # Where jobs go, and who pays; anything that sbatch has an SBATCH_ variable for (man sbatch).
 # export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=my_project
 # export SBATCH_TIMELIMIT=02:00:00
 
-# Software. Whatever stands here has to leave `accelerate` on the PATH; without a .venv, what is there is used.
+# Software. After these lines `accelerate` has to be on the PATH.
 # module load cuda/13.0
 # source ~/miniconda3/bin/activate my_environment
 if [ -z "${CONDA_PREFIX:-}" ] && [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 
-# Which network the ranks talk over, if they do not find each other: the names that `ip address` shows.
+# The network of the ranks, if they do not find each other: a name that `ip address` shows.
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_DEBUG=INFO
 
-# Models and data: a place that all nodes see, with space. Offline where compute nodes have no network; then prepare
-# on a login node: source sbatch/site.sh; python train_bert_squad.py --prepare_data_only
+# Models and data: a folder with space that all nodes see. If compute nodes have no network, set
+# HF_HUB_OFFLINE, and prepare the data on a login node:
+#     source sbatch/site.sh; python train_bert_squad.py --prepare_data_only
 # export HF_HOME=/scratch/$USER/huggingface
 # if [ -n "${SLURM_JOB_ID:-}" ]; then export HF_HUB_OFFLINE=1; fi
 
-# Processes on each node of a job that Slurm gave no GPU, such as one on a CPU partition (default: 1).
+# Processes on each node of a job without GPUs, such as one on a CPU partition (default: 1).
 # export PROCESSES_PER_NODE=2
 
 # What sweep.sh asks for on each node: gpu, gpu:a100 and the like, or none for a CPU partition.

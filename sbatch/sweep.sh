@@ -1,23 +1,30 @@
 #!/bin/bash
-# Measure strategies x node shapes x repeats, and report: run this, do not sbatch it. From the project's root:
-#   sbatch/sweep.sh --dry_run                              list the jobs and the GPU-hours they may take; submit nothing
-#   sbatch/sweep.sh train_bert_squad.py --num_epochs 2     submit them, and a last job that makes the report
-#   sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits        without Slurm, one after the other
+# Measure strategies x node shapes x repeats, and report. Run this from the project's root, without
+# sbatch:
+#   sbatch/sweep.sh --dry_run
+#       lists the jobs and the GPU-hours that they may take, and submits nothing
+#   sbatch/sweep.sh train_bert_squad.py --num_epochs 2
+#       submits the jobs, and a last job that makes the report
+#   sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits
+#       runs them here without Slurm, one after the other
 # Options, before the script (default: train_bert_squad.py with its defaults):
-#   --strategies "ddp fsdp"   default "baseline dp ddp fsdp zero2 zero3"; a baseline is one device, DP stays on one node
-#   --shapes "1x2 2x1"        NODESxGPUS, GPUs on each node; default "1x1 1x2 2x1 2x2", and "1x1 1x2" with --local;
-#                             1x1 is each strategy on one device, from which the report predicts the other shapes
+#   --strategies "ddp fsdp"   default "baseline dp ddp fsdp zero2 zero3"; a baseline is one device,
+#                             DP stays on one node
+#   --shapes "1x2 2x1"        nodes x GPUs per node; default "1x1 1x2 2x1 2x2", with --local
+#                             "1x1 1x2". 1x1 is each strategy on one device, from which the report
+#                             predicts the other shapes
 #   --repeats N               of each cell of the matrix; default 5
 #   --minutes N               time limit of each job; default 60
-#   --global_batch_size N     the same for all shapes (strong scaling); else the per-device batch is the same
+#   --global_batch_size N     the same for all shapes (strong scaling); without it, the batch per
+#                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
-# If 1x1 is one of the shapes, sbatch/check.py also measures how fast the devices of each other shape talk: the report
-# explains and predicts from both.
+# If 1x1 is one of the shapes, sbatch/check.py also measures how fast the devices of each other
+# shape communicate. The report explains and predicts from both.
 # Repeats take turns, so that a machine that others slow down for a while slows down every cell.
 # Where jobs go and what they ask for comes from sbatch/site.sh.
 set -uo pipefail
 
-{ # so that bash reads it all before it starts: who edits this file must not change a sweep that runs
+{ # bash reads all of it before it starts, so editing this file does not change a running sweep
 
 fail() {
     echo "error: $*" >&2
@@ -31,7 +38,8 @@ site() { # a function, as conda would take the arguments of this script for its 
 }
 site || fail "sbatch/site.sh ended with an error"
 set -u
-strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=5 minutes=60 global_batch='' dry_run='' local=''
+strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=5 minutes=60
+global_batch='' dry_run='' local=''
 folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
 while [ $# -gt 0 ]; do
     case $1 in
@@ -60,82 +68,95 @@ script=${1:-train_bert_squad.py}
 [[ $repeats =~ ^[1-9][0-9]*$ ]] || fail "--repeats must be a number from 1 on, got $repeats"
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "--minutes must be a number from 1 on, got $minutes"
 [ ! -e "$folder/sweep.csv" ] || fail "$folder holds another sweep: choose another --output_dir"
-one=$([ -n "$global_batch" ] || echo 1x1) # with a fixed global batch, one device has another batch than each of several
+# With a fixed global batch, one device has another batch than each of several.
+one=$([ -n "$global_batch" ] || echo 1x1)
 shapes=${shapes:-$one $([ -n "$local" ] && echo 1x2 || echo 1x2 2x1 2x2)}
 gres=${SWEEP_GRES:-gpu}
 
-# ------------------------------------------------------------------------------------- the matrix: a line for each run
+# ------------------------------------------------------------------ the matrix: a line for each run
 
 cells=() runs=0 gpu_minutes=0
-if [ "$gres" = none ] || { [ -n "$local" ] && ! python -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; }; then
+two_gpus() { python -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; }
+if [ "$gres" = none ] || { [ -n "$local" ] && ! two_gpus; }; then
     [[ " $strategies " != *" dp "* ]] || echo "leaving out dp: it is a matter of several GPUs"
     strategies=" $strategies " && strategies=${strategies/ dp / }
 fi
 # Without a step on one device there is no prediction, and a baseline alone sends nothing.
 [[ " $shapes " != *" 1x1 "* ]] || [ "${strategies// /}" = baseline ] || strategies+=" check"
 for repeat in $(seq "$repeats"); do for strategy in $strategies; do
-    [ "$strategy" = check ] || [ -f "accelerate_configs/$strategy.yaml" ] || fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
+    at_most=$minutes
+    if [ "$strategy" = check ]; then
+        at_most=5
+    elif [ ! -f "accelerate_configs/$strategy.yaml" ]; then
+        fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
+    fi
     for shape in $([ "$strategy" = baseline ] && echo 1x1 || echo "$shapes"); do
-        [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] || fail "a shape is NODESxGPUS, such as 2x1; got $shape"
+        [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] ||
+            fail "a shape is NODESxGPUS, such as 2x1; got $shape"
         nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
         [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ]; } || continue
         [ "$strategy" != check ] || [ "$shape" != 1x1 ] || continue
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
         [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
-            fail "--global_batch_size $global_batch does not divide by the $((nodes * gpus)) devices of $shape"
-        cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat")
-        gpu_minutes=$((gpu_minutes + nodes * gpus * $([ "$strategy" = check ] && echo 5 || echo "$minutes")))
+            fail "--global_batch_size $global_batch does not divide by" \
+                "the $((nodes * gpus)) devices of $shape"
+        cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat,$at_most")
+        gpu_minutes=$((gpu_minutes + nodes * gpus * at_most))
         [ "$strategy" = check ] || runs=$((runs + 1))
     done
 done; done
 [ $runs -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
-        IFS=, read -r run strategy nodes gpus _ <<<"$cell"
-        echo "$run: $nodes node(s) x $gpus GPU(s), at most $([ "$strategy" = check ] && echo 5 || echo "$minutes") minutes"
+        IFS=, read -r run _ nodes gpus _ at_most <<<"$cell"
+        echo "$run: $nodes node(s) x $gpus GPU(s), at most $at_most minutes"
     done
     echo "$runs runs of $script $*"
     [ -n "$local" ] ||
-        echo "at most $((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60)) GPU-hours, if every job took all its time"
+        echo "at most $((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60)) GPU-hours," \
+            "if every job took all its time"
     exit
 fi
 
-# ----------------------------------------------------------------------------------------------- run them, and report
+# ----------------------------------------------------------------------------- run them, and report
 
 mkdir -p "$folder" || exit 1
 # The plan, so that the report also shows what is missing.
 echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
-[ -z "$local" ] || printf '%s,\n' "${cells[@]}" | grep -v ,check, >>"$folder/sweep.csv" # Slurm's jobs are added with their numbers, below
+[ -z "$local" ] || for cell in "${cells[@]}"; do # Slurm's jobs are added with their numbers, below
+    [[ $cell = *,check,* ]] || echo "${cell%,*},"
+done >>"$folder/sweep.csv"
 jobs=()
 for cell in "${cells[@]}"; do
-    IFS=, read -r run strategy nodes gpus _ <<<"$cell"
+    IFS=, read -r run strategy nodes gpus _ at_most <<<"$cell"
     flags=("$@" --output_dir "$folder/$run")
-    [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size $((global_batch / nodes / gpus)))
-    yaml=accelerate_configs/$strategy.yaml what=("$script" "${flags[@]}") limit=$minutes
+    share=$((global_batch / nodes / gpus))
+    [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size "$share")
+    yaml=accelerate_configs/$strategy.yaml what=("$script" "${flags[@]}")
     if [ "$strategy" = check ]; then
-        yaml=accelerate_configs/ddp.yaml what=(sbatch/check.py --output_dir "$folder/$run") limit=5
+        yaml=accelerate_configs/ddp.yaml what=(sbatch/check.py --output_dir "$folder/$run")
     fi
     if [ -n "$local" ]; then
         echo "$(date +%T) $run; its output goes to $folder/$run.log"
-        # One thread a device, the baseline included: else it would have all cores for itself.
+        # One thread per device, also for the baseline, which would else use all cores.
         environment=(OMP_NUM_THREADS=1) processes=$gpus
-        if [ "$strategy" = dp ]; then # one process, which uses all the GPUs that it sees: no more than the shape has
+        if [ "$strategy" = dp ]; then # one process, which uses all GPUs that it sees
             seen=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
             environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
         fi
         env "${environment[@]}" accelerate launch --config_file "$yaml" --main_process_port 0 \
             --num_processes "$processes" "${what[@]}" >"$folder/$run.log" 2>&1 ||
-            echo "$run failed: $(grep -h '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
+            echo "$run failed: $(grep '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
     else
-        ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores a device on each shape
+        ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
         [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
         words=(sbatch/1node.sh "$yaml" "${what[@]}")
         [ "$strategy" != check ] || words=(sbatch/check.sh "${what[@]:1}")
-        job=$(PROCESSES_PER_NODE=$gpus sbatch --parsable "${ask[@]}" --nodes="$nodes" --time="$limit" \
-            --job-name="$run" --output="$folder/$run.log" "${words[@]}") &&
+        job=$(PROCESSES_PER_NODE=$gpus sbatch --parsable "${ask[@]}" --nodes="$nodes" \
+            --time="$at_most" --job-name="$run" --output="$folder/$run.log" "${words[@]}") &&
             jobs+=("${job%%;*}") || job=refused
         echo "$run: job $job"
-        [ "$strategy" = check ] || echo "$cell,$job" >>"$folder/sweep.csv"
+        [ "$strategy" = check ] || echo "${cell%,*},$job" >>"$folder/sweep.csv"
     fi
 done
 report=(python report.py "$folder" --output_dir "$folder")
@@ -144,12 +165,13 @@ if [ -n "$local" ]; then
 else
     [ ${#jobs[@]} -gt 0 ] || fail "Slurm took none of the jobs; see above"
     # afterany: also after jobs that failed. Their cells are shown as missing.
-    sbatch --parsable --dependency="afterany:$(IFS=: && echo "${jobs[*]}")" --job-name=report --nodes=1 --time=10 \
-        --output="$folder/report.log" >/dev/null <<EOF || fail "no job for the report; when all are done: ${report[*]}"
+    sbatch --parsable --dependency="afterany:$(IFS=: && echo "${jobs[*]}")" --job-name=report \
+        --nodes=1 --time=10 --output="$folder/report.log" >/dev/null <<EOF ||
 #!/bin/bash
 source sbatch/site.sh
 $(printf '%q ' "${report[@]}")
 EOF
+        fail "no job for the report; when all are done: ${report[*]}"
     echo "${#jobs[@]} jobs, then the report: $folder/report.md; squeue --me shows how far they are"
 fi
 exit
