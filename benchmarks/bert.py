@@ -32,7 +32,7 @@ def load_inputs(args):
     import train_bert_squad as script
 
     return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, train_file=args.train_file,
+        model_name_or_path=args.model, config_overrides=None, train_file=args.train_file,
         validation_file=args.validation_file, version_2_with_negative=False,
         max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
 

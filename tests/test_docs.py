@@ -1,5 +1,8 @@
-"""What docs/strategies.md says: its formulas and numbers are report.py's, its programs run, its diagrams are drawn."""
+"""What docs/strategies.md says: its formulas and numbers are report.py's and predict.py's, its
+programs run, its diagrams are drawn by a rule.
+"""
 
+import csv
 import json
 import re
 import shlex
@@ -14,17 +17,22 @@ from accelerate import Accelerator
 from conftest import ROOT, STRATEGIES, run
 from transformers import BertConfig, BertForQuestionAnswering
 
+import predict
 import report
 
 TEXT = (ROOT / "docs" / "strategies.md").read_text()
+WORDS = " ".join(TEXT.split())  # however the lines are broken
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.S)
 [PRINTED] = [text for kind, text in BLOCKS if text.startswith("epoch 0")]
 
 
 def table(first_cell):
-    """The rows of the table whose header begins with these cells, as lists of cells; the header is the first."""
+    """The rows of the table whose header begins with these cells, as lists of cells; the header is
+    the first.
+    """
     lines = TEXT[TEXT.index(f"| {first_cell}"):].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in lines if not line.startswith("|---")]
 
 
 def program(name):
@@ -34,12 +42,13 @@ def program(name):
 
 def count_parameters():
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in BertForQuestionAnswering(BertConfig()).parameters())
+        model = BertForQuestionAnswering(BertConfig())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_worked_example_is_what_report_py_says():
     parameters, config = count_parameters(), BertConfig()
-    assert f"{parameters:,} parameters" in TEXT
+    assert f"{parameters:,} parameters" in WORDS
     header, *rows = table("strategy | held, 1")
     assert [row[0] for row in rows] == ["baseline", "dp", "ddp", "zero2", "zero3", "fsdp"]
     for strategy, *cells in rows:
@@ -49,13 +58,46 @@ def test_the_worked_example_is_what_report_py_says():
             value = function(strategy, parameters, int(devices))
             nothing = value is None or strategy == "baseline" and devices != "1"
             assert cell == ("" if nothing else f"{value / 1e6:.0f}"), f"{strategy}, {title}"
-    activations = report.bytes_of_activations(4 * 384, config.num_hidden_layers, config.hidden_size,
-                                              config.intermediate_size)
-    assert f"keeps {activations / 1e6:.0f} MB of activations" in TEXT
+    activations = report.bytes_of_activations(
+        4 * 384, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    assert f"keeps {activations / 1e6:.0f} MB of activations" in WORDS
     for strategy in ("ddp", "fsdp"):
         whole = (report.bytes_held(strategy, parameters, 8) + activations) / 1e6
-        assert f"{whole:.0f} MB under {strategy.upper()}" in TEXT.replace("\n", " ")
-    assert f"× {4 * parameters / 1e6:.0f} MB" in TEXT
+        assert f"{whole:.0f} MB under {strategy.upper()}" in WORDS
+    assert f"× {4 * parameters / 1e6:.0f} MB" in WORDS
+
+
+def test_what_berts_last_bucket_holds():
+    """And how many collectives a step has."""
+    parts = predict.parts_of("bert", count_parameters(), 12, 768, 3072)
+    tensors, mib = predict.backward_tensors(parts), 2**20
+    buckets = predict.fill_buckets([4 * size for size, _ in tensors], 25 * mib, first=mib)
+    embeddings, layer = sum(parts.words + parts.others), sum(parts.layers[0])
+    last = [tensors[index] for index in buckets[-1]]
+    in_layer = sum(size for size, _ in last) - embeddings
+    assert {stage for _, stage in last} == {11, 12}  # layer 0 and the embeddings
+    whole, of_all = (4 * sum(size for size, _ in some) / mib for some in (last, tensors))
+    assert 0.24 < whole / of_all < 0.27 and in_layer / layer == pytest.approx(2 / 3, abs=0.01)
+    assert (f"it holds {whole:.0f} MiB of {of_all:.0f} MiB of gradients, about a quarter. "
+            f"{4 * embeddings / mib:.0f} MiB are the gradients of the embeddings. "
+            f"The other {4 * in_layer / mib:.0f} MiB are two thirds of layer 0.") in WORDS
+    calls = {name: len(predict.calls_of(predict.steps_of(name, parts, 4)))
+             for name in ("ddp", "fsdp")}
+    cells = {row[0].lower(): int(row[1]) for row in table("strategy | collectives")[1:3]}
+    assert cells == calls and f"an all-reduce of each of {len(buckets)} buckets" in WORDS
+    units = [call.bytes for call in predict.calls_of(predict.steps_of("fsdp", parts, 4))
+             if call.name == "reduce_scatter"]
+    assert f"With accelerate 1.15, BERT-base has {len(units)} units" in WORDS
+    assert f"reduce-scatters of {len(units)} units" in WORDS
+
+
+def test_the_steps_on_a_slow_link_are_those_that_were_measured():
+    with open(ROOT / "docs" / "results" / "links-cpu" / "links.csv") as file:
+        cells = [row for row in csv.DictReader(file) if row["script"] == "train_bert_squad.py"
+                 and row["link"] == "200mbit" and row["gradient_accumulation_steps"] == "1"]
+    took = {row["strategy"]: 1000 * float(row["step_seconds"]) for row in cells}
+    assert (f"At 200 Mbit/s a step took {took['ddp']:.0f} ms under DDP, {took['zero2']:.0f} ms "
+            f"under ZeRO-2 and {took['fsdp']:.0f} ms under FSDP") in WORDS
 
 
 @pytest.mark.parametrize("parameters", [4e6, 43e6, 7e9])
@@ -63,8 +105,9 @@ def test_the_formulas_are_those_of_report_py(parameters):
     for strategy, *cells in table("strategy | `bytes_held`")[1:]:
         for n in (2, 8):
             names = {"P": parameters, "n": n, "g": max(1, 2 - 30e6 / parameters)}
-            expected = [report.bytes_held(strategy, parameters, n), report.bytes_sent(strategy, parameters, n),
-                        report.bytes_sent(strategy, parameters, n, gloo=True)]
+            expected = [function(strategy, parameters, n, **settings) for function, settings in (
+                (report.bytes_held, {}), (report.bytes_sent, {}),
+                (report.bytes_sent, {"gloo": True}))]
             for cell, value in zip(cells, expected, strict=True):
                 formula = cell.split(", on")[0].replace("×", "*").replace("−", "-")
                 formula = re.sub(r"(?<=\d) ?P", "*P", formula).replace("P (", "P*(")
@@ -80,21 +123,25 @@ def test_the_table_of_deepspeeds_settings_is_that_of_the_jsons():
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    defaults = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    defaults = {field.alias or name: field.default
+                for name, field in DeepSpeedZeroConfig.model_fields.items()}
     defaults["check_grad_overflow"] = DeepSpeedBF16Config().check_grad_overflow
-    defaults |= {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, "timers": True, "overlap_comm": False}
+    defaults |= {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, "timers": True,
+                 "overlap_comm": False}
     settings = {}
     for stage in (2, 3):
         config = json.loads((ROOT / "accelerate_configs" / f"zero{stage}.json").read_text())
         settings |= config.pop("zero_optimization") | config.pop("bf16") | config
         settings["timers"] = config["timers"]["throughput"]["enabled"]
-    settings = {name: value for name, value in settings.items() if value != "auto" and name not in ("stage", "enabled")}
+    settings = {name: value for name, value in settings.items()
+                if value != "auto" and name not in ("stage", "enabled")}
 
     def number(cell):
         cell = cell.split(" in ")[0].replace(",", "").replace(" million", "000000")
         return json.loads(cell)
 
-    rows = {re.search("`(.*?)`", row[0])[1]: row[1:3] for row in table("setting | default")[1:]}
+    _, *rows = table("setting | DeepSpeed's default")
+    rows = {re.search("`(.*?)`", row[0])[1]: row[1:3] for row in rows}
     assert {name: number(here) for name, (_, here) in rows.items()} == settings
     for name, (default, _) in rows.items():
         assert number(default) == defaults[name], name
@@ -106,14 +153,96 @@ def test_all_strategies_have_a_diagram_and_a_word_on_when_to_choose_them():
     for section in sections:
         assert section.count("](img/") == 1 and "**Choose it**" in section, section[:40]
     for strategy in STRATEGIES:
-        assert any(strategy in section.split("\n")[0].lower().replace("-", "") for section in sections), strategy
+        titles = [section.split("\n")[0].lower().replace("-", "") for section in sections]
+        assert any(strategy in title for title in titles), strategy
 
 
-def test_diagrams_are_those_that_the_script_draws(tmp_path):
-    assert run([sys.executable, "docs/img/draw.py", str(tmp_path)]).code == 0
-    drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert drawn == {path.name: path.read_bytes() for path in (ROOT / "docs" / "img").glob("*.svg")}
-    assert set(re.findall(r"\(img/(.*?)\)", TEXT)) == set(drawn)
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """{name: text} of the diagrams, drawn anew."""
+    folder = tmp_path_factory.mktemp("drawn")
+    result = run([sys.executable, "docs/img/draw.py", str(folder)])
+    assert result.code == 0, result.err
+    return {path.stem: path.read_text() for path in folder.iterdir()}
+
+
+def test_diagrams_are_those_that_the_script_draws(drawn):
+    images = ROOT / "docs" / "img"
+    assert drawn == {name: (images / f"{name}.svg").read_text() for name in drawn}
+    shown = {page.stem: set(re.findall(r"\(img/(\w+)\.svg\)", page.read_text()))
+             for page in (ROOT / "docs").glob("*.md")}
+    assert shown["strategies"] == set(drawn)
+    assert set.union(*shown.values()) == {path.stem for path in images.glob("*.svg")}
+
+
+def boxes(text, label=".*?"):
+    """(text in it, width) of the boxes of an SVG, in order; a short text stands beside its box."""
+    return [(match[2], float(match[1])) for match in re.finditer(
+        r'<rect .*? width="([\d.]+)" height="24.0".*\n(?:<rect.*width="11.0".*\n)?'
+        rf"<text .*?>({label})</text>", text)]
+
+
+def test_boxes_of_the_diagrams_follow_one_rule(drawn):
+    """Of the page's table; all widths are compared with F1's in the same diagram."""
+    rows = dict(table("what | units")[1:])
+    n, layers = 4, 3
+    for name in ("baseline", "dp", "ddp", "zero2", "fsdp", "slow"):
+        link, found = (8 if name == "slow" else 2), boxes(drawn[name])
+        unit = dict(found)["F1"] / 2
+        ring, batch = (n - 1) / n * link, (n - 1) * link / 8
+        rule = {"F": 2, "B": 4, "AG": ring, "RS": ring, "AR": 2 * ring, "O": 2,
+                "AG, all layers": layers * ring, "Y": batch, "dY": batch,
+                "parameters, inputs": layers * link + batch, "gradients": layers * link}
+        if name in ("zero2", "fsdp"):
+            rule["O"] = 2 / n
+        for label, width in found:
+            if name == "slow" and label == "O":
+                continue
+            assert width == pytest.approx(rule[label.strip("123'")] * unit, abs=0.2), (name, label)
+        if name == "slow":  # DDP's, and two of a quarter
+            assert [width / unit for label, width in found if label == "O"] == pytest.approx(
+                [2, 2 / n, 2 / n], abs=0.02)
+        else:
+            assert len(found) > 6
+    numbers = [cell.split("; ") for cell in rows.values()]
+    assert numbers == [["2"], ["4"], ["2", "0.5"], ["2"], ["1.5"], ["3"], ["6"], ["0.75"]]
+
+
+def test_the_lengths_of_the_drawn_steps(drawn):
+    """Those of the page's table are those in the diagrams; DP's on a slow link is not drawn."""
+    rows = {row[0]: row[1:] for row in table("strategy | step on the fast link")[1:]}
+    slow = dict(re.findall(r">(\S+) on a slow link, time to the right: ([\d.]+) units<",
+                           drawn["slow"]))
+    slow = {name.lower().replace("-", ""): units for name, units in slow.items()}
+    for name, (fast, on_slow) in rows.items():
+        assert f"time to the right: {fast} units<" in drawn[name]
+        if name in slow:
+            assert on_slow == slow.pop(name)
+    assert not slow
+    assert rows["fsdp"][0] == rows["ddp"][0] < rows["zero2"][0]
+    assert float(rows["fsdp"][1]) > float(rows["ddp"][1])
+    assert rows["baseline"][1] == "20" and rows["dp"][1] == "77"
+
+
+def test_texts_of_the_diagrams_fit(drawn):
+    """Into their boxes and the picture, in DejaVu Sans, which is wider than Helvetica."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    for name, text in drawn.items():
+        width = float(re.search(r'width="(\d+)"', text)[1])
+        for rect, line in re.findall(r"(<rect.*)?\n(<text.*)", text):
+            x, anchor, size, weight, says = re.fullmatch(
+                r'<text x="(.*?)" .*?anchor="(.*?)" font-size="(.*?)" .*weight="(.*?)">(.*)</text>',
+                line).groups()
+            font = FontProperties(family="DejaVu Sans", weight=weight)
+            path = TextPath((0, 0), says, size=float(size), prop=font)
+            long, x = path.get_extents().width, float(x)
+            left = x - {"start": 0, "middle": long / 2, "end": long}[anchor]
+            assert left > 0 and left + long < width, (name, says)
+            if rect and anchor == "middle":
+                [room] = re.findall(r' width="([\d.]+)"', rect)
+                assert long < float(room), (name, says)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +265,8 @@ def test_both_programs_print_the_same(folder):
         places[script].mkdir()
         shutil.copy(folder / script, places[script])
         command = command.replace("accelerate launch", "accelerate launch --main_process_port 0")
-        command = command.replace("accelerate_configs", f"{shlex.quote(str(ROOT))}/accelerate_configs")
+        configs = f"{shlex.quote(str(ROOT))}/accelerate_configs"
+        command = command.replace("accelerate_configs", configs)
         return run(["bash", "-c", f"cd {shlex.quote(str(places[script]))} && {command}"])
 
     with ThreadPoolExecutor() as pool:
@@ -152,7 +282,7 @@ def test_both_programs_print_the_same(folder):
 
 
 @pytest.mark.slow
-def test_one_task_a_gpu_trains_the_same(cluster, folder):
+def test_one_task_per_gpu_trains_the_same(cluster, folder):
     """The job of the text on two nodes, with one task on each."""
     [job] = [text for kind, text in BLOCKS if kind == "sh"]
     (folder / "job.sh").write_text(job)
@@ -160,14 +290,18 @@ def test_one_task_a_gpu_trains_the_same(cluster, folder):
     number = cluster.submit(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
     state, log = cluster.wait(number), (folder / "job.log").read_text()
     assert state == "COMPLETED", log
-    assert [line for line in log.splitlines() if line.startswith("epoch")] == PRINTED.splitlines(), log
+    losses = [line for line in log.splitlines() if line.startswith("epoch")]
+    assert losses == PRINTED.splitlines(), log
 
 
 def test_the_calls_in_the_table_exist():
     _, *rows = table("| torch | Accelerate")
     columns = list(zip(*rows, strict=True))
-    torch_calls, accelerate_calls = (re.findall(r"(\w+)\.(\w+)", " ".join(columns[i])) for i in (1, 2))
-    assert {name for owner, name in torch_calls if owner == "dist"} > {"init_process_group", "destroy_process_group"}
+    torch_calls, accelerate_calls = (
+        re.findall(r"(\w+)\.(\w+)", " ".join(columns[i])) for i in (1, 2))
+    assert "torch.cuda.set_device(...)" in " ".join(columns[1]) and torch.cuda.set_device
+    assert {name for owner, name in torch_calls if owner == "dist"} > {
+        "init_process_group", "destroy_process_group"}
     assert all(hasattr(dist, name) for owner, name in torch_calls if owner == "dist")
     names = {name for owner, name in accelerate_calls if owner == "accelerator"}
     assert len(names) > 10 and all(hasattr(Accelerator, name) for name in names), names

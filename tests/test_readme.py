@@ -10,9 +10,13 @@ from conftest import ACCELERATE, ROOT, anchor, run
 from packaging.requirements import Requirement
 
 README = (ROOT / "README.md").read_text()
-TEXTS = README + "".join((ROOT / "docs" / name).read_text() for name in ("cluster.md", "scripts.md"))
-LINES = [line for block in re.findall(r"```\n(.*?)```", TEXTS, re.S) for line in block.splitlines()]
-COMMANDS = [line.split("#")[0].strip() for line in LINES if re.match(r"accelerate|make|python|source|sbatch", line)]
+OTHERS = ["cluster.md", "scripts.md"]
+TEXTS = README + "".join((ROOT / "docs" / name).read_text() for name in OTHERS)
+BLOCKS = re.findall(r"```\n(.*?)```", TEXTS, re.S)
+LINES = [line for block in BLOCKS for line in re.sub(r"\\\n *", "", block).splitlines()]
+COMMANDS = [line.split("#")[0].strip() for line in LINES
+            if re.match(r"accelerate|make|python|source|sbatch", line)]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
 # What runs the commands that are not `accelerate launch`: .ci/run, or the tests named here.
 RUN_ELSEWHERE = {
     "make train": ".ci/run",
@@ -33,7 +37,8 @@ RUN_ELSEWHERE = {
 SMALL = {
     "train_mnist_rnn.py": "--dataset digits",
     "train_bert_squad.py": "--model_name_or_path tests/data/tiny_bert --from_scratch"
-    " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json --version_2_with_negative",
+    " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json"
+    " --version_2_with_negative",
 }
 
 
@@ -44,7 +49,8 @@ def test_sbatch_commands_work(cluster, tmp_path):
     for command in sorted({command for command in COMMANDS if command.startswith("sbatch ")}):
         words, folder = shlex.split(command)[1:], tmp_path / str(len(jobs))
         script = "train_mnist_rnn.py" if "train_mnist_rnn.py" in words else "train_bert_squad.py"
-        small = [] if "sbatch/check.sh" in words else [*SMALL[script].split(), "--max_train_steps", "3"]
+        small = [*SMALL[script].split(), "--max_train_steps", "3"]
+        small = [] if "sbatch/check.sh" in words else small
         words = [f"--output={folder}.log", *words, *small, "--output_dir", folder]
         jobs[command] = cluster.submit(*words, cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
     for i, (command, job) in enumerate(jobs.items()):
@@ -56,10 +62,13 @@ LAUNCHES = sorted({command for command in COMMANDS if command.startswith("accele
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """command -> its Result: word for word, but on small data, for a few steps, and two at once on free ports."""
+    """command -> its Result: word for word, but on small data, for a few steps, and two at once on
+    free ports.
+    """
+    folders = {command: tmp_path_factory.mktemp("launch") for command in LAUNCHES}
 
     def start(command):
-        words, folder = shlex.split(command), tmp_path_factory.mktemp("launch")
+        words, folder = shlex.split(command), folders[command]
         assert words[:3] == ["accelerate", "launch", "--config_file"]
         [script] = set(words) & set(SMALL)
         full = [*ACCELERATE, "--main_process_port", "0", *words[2:], *SMALL[script].split()]
@@ -73,12 +82,14 @@ def launches(tmp_path_factory):
 def test_launch_commands_work(command, launches):
     result = launches[command]
     assert result.code == 0, result.err
-    assert result.record["status"] == "completed" and result.record["strategy"] in shlex.split(command)[3]
+    assert result.record["status"] == "completed"
+    assert result.record["strategy"] in shlex.split(command)[3]
 
 
 def test_no_command_is_left_to_rot():
     others = {command for command in COMMANDS if not command.startswith(("accelerate", "sbatch "))}
-    assert others == set(RUN_ELSEWHERE), "a new command in README needs a test, or a place in RUN_ELSEWHERE"
+    missing = "a new command in README needs a test, or a place in RUN_ELSEWHERE"
+    assert others == set(RUN_ELSEWHERE), missing
     script = (ROOT / ".ci" / "run").read_text()
     for command, place in RUN_ELSEWHERE.items():
         if place.endswith(".py"):
@@ -88,17 +99,56 @@ def test_no_command_is_left_to_rot():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    for page in PAGES:
         for file, place in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             target = page.parent / file if file else page
             assert target.exists(), f"{page}: {file}"
-            headings = re.findall(r"^#+ (.*)", target.read_text(), re.M) if place else []
-            assert not place or place in map(anchor, headings), f"{page}: {file}#{place}"
+            text = target.read_text() if place else ""
+            places = {anchor(heading) for heading in re.findall(r"^#+ (.*)", text, re.M)}
+            places.update(re.findall(r'<a id="(.*?)"', text))
+            assert not place or place in places, f"{page}: {file}#{place}"
+
+
+def test_the_glossary_has_the_terms():
+    """That links to it find their term, the test above holds."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    terms = [anchor(heading) for heading in re.findall(r"^### (.*)", text, re.M)]
+    assert set(terms) >= set(
+        """activation-checkpointing activations all-gather all-reduce autocast bandwidth barrier
+        bf16 broadcast bucket checkpoint collective device efficiency fsdp-unit global-batch gloo
+        gradient-accumulation latency launcher micro-batch nccl node offload optimizer-states
+        overlap parameter process-group rank reduce reduce-scatter rendezvous shard speedup
+        steady-step strong-scaling weak-scaling window world-size""".split())
+    listed = re.findall(r"^\[.*\]\(#(.*)\)[,.]$", text, re.M)  # from A to Z
+    assert listed == sorted(terms)
+
+
+def test_pictures_of_the_collectives_are_those_that_the_script_draws(tmp_path):
+    assert run([sys.executable, "docs/img/draw_collectives.py", str(tmp_path)]).code == 0
+    drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    folder = ROOT / "docs" / "img" / "collectives"
+    assert drawn == {path.name: path.read_bytes() for path in folder.iterdir()}
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    sections = {anchor(part.split("\n")[0]): part for part in text.split("\n### ")}
+    for name in drawn:
+        assert f"](img/collectives/{name})" in sections[name[:-4]]
+
+
+def test_lines_of_text_are_short():
+    """Not tables, program output, nor what cannot be broken."""
+    for page in PAGES:
+        if "results" in page.parts:  # program output
+            continue
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+        for line in text.splitlines():
+            free = re.match(r" *\||    ", line) or "http" in line
+            assert free or len(line) <= 100, f"{page}: {line}"
 
 
 def requirements(name):
-    lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "#-"]
-    for line in lines:
+    for line in (ROOT / name).read_text().splitlines():
+        if not line or line[0] in "#-":
+            continue
         requirement = Requirement(line.split("#")[0].strip())
         yield requirement.name, requirement, line
 
@@ -109,11 +159,13 @@ def test_each_set_fits_the_requirements(pinned):
     for asked in ("requirements.txt", "requirements-dev.txt"):
         for name, requirement, line in requirements(asked):
             [pin] = pins[name].specifier
-            assert pin.operator == "==" and requirement.specifier.contains(pin.version), f"{pins[name]}, {requirement}"
+            fits = pin.operator == "==" and requirement.specifier.contains(pin.version)
+            assert fits, f"{pins[name]}, {requirement}"
             assert "# " in line, f"{name}: why?"
             if pinned == "constraints-cu128.txt" and asked == "requirements.txt":
                 [floor] = requirement.specifier
-                assert pin.version.startswith(floor.version), f"the floor of {name} is not the version that was tested"
+                tested = pin.version.startswith(floor.version)
+                assert tested, f"the floor of {name} is not the version that was tested"
 
 
 @pytest.mark.slow
@@ -121,5 +173,6 @@ def test_benchmarks_start(tmp_path):
     assert "--data_dir" in run([sys.executable, "benchmarks/mnist.py", "--help"]).out
     assert "--train_file" in run([sys.executable, "benchmarks/bert.py", "--help"]).out
     command = [*ACCELERATE, "--main_process_port", "0"]
-    command += ["--config_file", "accelerate_configs/ddp.yaml", "benchmarks/mnist.py", "--role", "sync"]
+    command += ["--config_file", "accelerate_configs/ddp.yaml"]
+    command += ["benchmarks/mnist.py", "--role", "sync"]
     assert "number: " in run(command).out

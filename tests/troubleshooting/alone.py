@@ -1,4 +1,6 @@
-"""N processes were started, and each one trains alone on all the data: accelerate looked for GPUs, and found none."""
+"""N processes were started, and each one trains alone on all the data: accelerate looked for GPUs,
+and found none.
+"""
 
 import os
 import sys
@@ -7,4 +9,5 @@ from accelerate import Accelerator
 
 accelerator = Accelerator(cpu=True) if "--fix" in sys.argv else Accelerator()
 started = int(os.environ.get("WORLD_SIZE", 1))
-print(f"process {accelerator.process_index} of {accelerator.num_processes}; the launcher started {started}")
+print(f"process {accelerator.process_index} of {accelerator.num_processes}; "
+      f"the launcher started {started}")

@@ -1,4 +1,6 @@
-"""Other losses than on one device, with the same global batch: each rank normalises by its own part of the batch."""
+"""Other losses than on one device, with the same global batch: each rank normalises by its own
+part of the batch.
+"""
 
 import sys
 
@@ -13,4 +15,5 @@ one_device = norm(x)
 mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
 several = accelerator.gather(accelerator.prepare(norm)(mine))
 same = torch.allclose(several, one_device, atol=1e-6)
-accelerator.print(f"outputs of {accelerator.num_processes} devices and of one: {'the same' if same else 'different'}")
+accelerator.print(f"outputs of {accelerator.num_processes} devices and of one: "
+                  f"{'the same' if same else 'different'}")

@@ -1,4 +1,6 @@
-"""FSDP2 never trains an LSTM on a GPU: cuDNN moves the weights into a buffer of its own, which FSDP2 does not fill."""
+"""FSDP2 never trains an LSTM on a GPU: cuDNN moves the weights into a buffer of its own,
+which FSDP2 does not fill.
+"""
 
 import sys
 
@@ -21,4 +23,5 @@ for _ in range(4):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-accelerator.print(f"the loss {'falls' if losses == sorted(set(losses), reverse=True) else 'does not change'}")
+falls = losses == sorted(set(losses), reverse=True)
+accelerator.print(f"the loss {'falls' if falls else 'does not change'}")

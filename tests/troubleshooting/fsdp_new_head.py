@@ -16,7 +16,8 @@ accelerator = make_accelerator()
 set_seed(0)
 [folder] = broadcast_object_list([tempfile.mkdtemp()])
 if accelerator.is_main_process:  # a pretrained encoder, without a head
-    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                        intermediate_size=8)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
 accelerator.wait_for_everyone()
 model = BertForQuestionAnswering.from_pretrained(folder)
@@ -25,7 +26,8 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 head = model.qa_outputs.weight
 before = head.to_local().clone()
 for _ in range(3):
-    outputs = model(torch.randint(16, (4, 6)), start_positions=torch.arange(4), end_positions=torch.arange(4))
+    outputs = model(torch.randint(16, (4, 6)), start_positions=torch.arange(4),
+                    end_positions=torch.arange(4))
     accelerator.backward(outputs.loss)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Other losses than on one device: the batch size of a DataLoader is that of each device, so the global one grew."""
+"""Other losses than on one device: the batch size of a DataLoader is that of each device,
+so the global one grew.
+"""
 
 import sys
 
@@ -32,5 +34,5 @@ batch_size = 8 // accelerator.num_processes if "--fix" in sys.argv else 8
 prepared = accelerator.prepare(*start(), DataLoader(data, batch_size=batch_size))
 several = losses(*prepared, lambda loss: accelerator.reduce(loss, "mean"), accelerator.backward)
 same = len(several) == len(one_device) and torch.allclose(several, one_device)
-accelerator.print(f"one device: {len(one_device)} steps; {accelerator.num_processes} devices: {len(several)} steps, "
-                  f"{'the same' if same else 'other'} losses")
+accelerator.print(f"one device: {len(one_device)} steps; {accelerator.num_processes} devices: "
+                  f"{len(several)} steps, {'the same' if same else 'other'} losses")

@@ -1,4 +1,6 @@
-"""A checkpoint that cannot be loaded: the job was killed while it wrote it, and it looks like any other."""
+"""A checkpoint that cannot be loaded: the job was killed while it wrote it, and it looks
+like any other.
+"""
 
 import sys
 import tempfile

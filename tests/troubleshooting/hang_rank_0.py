@@ -7,7 +7,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-timeout = datetime.timedelta(seconds=5)  # not the default of minutes, so that the hang ends while one looks on
+# Not the default of minutes, so that the hang ends while one looks on.
+timeout = datetime.timedelta(seconds=5)
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
 loss = torch.tensor(accelerator.process_index + 1.0)
 if "--fix" in sys.argv:

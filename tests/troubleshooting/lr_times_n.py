@@ -1,15 +1,19 @@
-"""The learning rate falls N times as fast as planned: accelerate steps a prepared schedule once for each process."""
+"""The learning rate falls N times as fast as planned: accelerate steps a prepared schedule
+once for each process.
+"""
 
 import sys
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
-fixed = "--fix" in sys.argv  # the batches of a DataLoader are then those of all processes, and so are their steps
+# With the fix, a batch of the DataLoader is that of all processes, and so is a step.
+fixed = "--fix" in sys.argv
 accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=fixed))
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 4))  # to zero in 4 steps
+# To zero in 4 steps.
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 4))
 model, optimizer = accelerator.prepare(model, optimizer)
 if "--unprepared" not in sys.argv:  # the other way out
     schedule = accelerator.prepare(schedule)

@@ -1,4 +1,6 @@
-"""Evaluation counts some samples twice: so that all ranks have as many batches, the last one is filled up."""
+"""Evaluation counts some samples twice: so that all ranks have as many batches, the last
+one is filled up.
+"""
 
 import sys
 
@@ -12,6 +14,8 @@ gather = accelerator.gather_for_metrics if "--fix" in sys.argv else accelerator.
 seen, count = [], 0
 for batch in loader:
     seen += gather(batch).tolist()
-    count += accelerator.gather_for_metrics(torch.tensor([len(batch)])).sum().item()  # no tensor of samples: no help
-accelerator.print(f"{len(seen)} samples of 10, twice: {sorted({i for i in seen if seen.count(i) > 1})}")
+    lengths = accelerator.gather_for_metrics(torch.tensor([len(batch)]))  # not a row per sample
+    count += lengths.sum().item()
+twice = sorted({i for i in seen if seen.count(i) > 1})
+accelerator.print(f"{len(seen)} samples of 10, twice: {twice}")
 accelerator.print(f"counted batch by batch: {count}")

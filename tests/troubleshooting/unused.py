@@ -1,4 +1,6 @@
-"""RuntimeError: Expected to have finished reduction: DDP waits for gradients of parameters that no loss uses."""
+"""RuntimeError: Expected to have finished reduction: DDP waits for gradients of parameters
+that no loss uses.
+"""
 
 import sys
 
@@ -16,8 +18,8 @@ class TwoHeads(torch.nn.Module):
         return self.used(x)
 
 
-handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if "--fix" in sys.argv else []
-accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+handler = DistributedDataParallelKwargs(find_unused_parameters="--fix" in sys.argv)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
 model = accelerator.prepare(TwoHeads())
 for step in range(3):
     accelerator.backward(model(torch.ones(2, 4)).sum())

@@ -1,4 +1,6 @@
-"""The ranks drift apart: gradients are averaged by the wrapper that `prepare` returns, and the loop goes around it."""
+"""The ranks drift apart: gradients are averaged by the wrapper that `prepare` returns, and the
+loop goes around it.
+"""
 
 import sys
 

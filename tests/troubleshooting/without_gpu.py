@@ -21,7 +21,8 @@ def make_accelerator(**options):
         deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles an all-reduce of its own
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # which accelerate takes for a GPU matter
-        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        kind = DistributedType.FSDP
+        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = kind
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     return accelerator
 
@@ -30,6 +31,7 @@ def flatten_like_cudnn(lstm):
     """What RNNBase.flatten_parameters does to the weights on a GPU; on a CPU it does nothing."""
     weights = [weight for weight in lstm._flat_weights if weight.numel()]
     buffer = torch.cat([weight.detach().flatten() for weight in weights])
-    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
+    parts = buffer.split([weight.numel() for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
         with torch.no_grad():
             weight.set_(part.view(weight.shape))

@@ -1,4 +1,6 @@
-"""An empty model on disk: under ZeRO-3 parameters are empty outside of a forward or backward pass."""
+"""An empty model on disk: under ZeRO-3 parameters are empty outside of a forward or backward
+pass.
+"""
 
 import sys
 import tempfile
@@ -9,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from without_gpu import make_accelerator
 
 accelerator = make_accelerator()
-accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2  # no DataLoader is prepared
+config = accelerator.state.deepspeed_plugin.deepspeed_config
+config["train_micro_batch_size_per_gpu"] = 2  # DeepSpeed wants it where no DataLoader is prepared
 model = torch.nn.Linear(400, 100)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 if "--fix" in sys.argv:
-    weights = accelerator.get_state_dict(model)  # on all ranks: it gathers; only rank 0 has something to save then
+    # On all ranks: it gathers. Only rank 0 has something to save then.
+    weights = accelerator.get_state_dict(model)
 else:
     weights = accelerator.unwrap_model(model).state_dict()
 if accelerator.is_main_process:

@@ -6,10 +6,12 @@ import sys
 import torch
 from without_gpu import make_accelerator
 
-if "--fix" not in sys.argv:  # what a line gradient_accumulation_steps: 1 of the YAML puts into the environment
+# What a line gradient_accumulation_steps: 1 of the YAML puts into the environment.
+if "--fix" not in sys.argv:
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
 accelerator = make_accelerator(gradient_accumulation_steps=4)
-accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2  # no DataLoader is prepared
+config = accelerator.state.deepspeed_plugin.deepspeed_config
+config["train_micro_batch_size_per_gpu"] = 2  # DeepSpeed wants it where no DataLoader is prepared
 model = torch.nn.Linear(4, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(8):

@@ -1,4 +1,6 @@
-"""ZeRO moves the weights less than DDP does: it clips gradients to a norm of 1 that nobody asked for."""
+"""ZeRO moves the weights less than DDP does: it clips gradients to a norm of 1 that nobody
+asked for.
+"""
 
 import sys
 
@@ -13,7 +15,8 @@ if "--fix" in sys.argv:
 model = torch.nn.Linear(4, 1, bias=False)
 before = model.weight.detach().clone()
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-accelerator.backward(model(torch.full((2, 4), 5.0)).mean())  # the gradient is 5 for each of 4 weights: a norm of 10
+# The gradient is 5 for each of 4 weights: a norm of 10.
+accelerator.backward(model(torch.full((2, 4), 5.0)).mean())
 optimizer.step()
 weights = accelerator.get_state_dict(model)  # on all ranks, whatever rank 0 does with it
 if accelerator.is_main_process:

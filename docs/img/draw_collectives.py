@@ -1,0 +1,91 @@
+"""Draw the collectives of docs/glossary.md as SVG: python docs/img/draw_collectives.py [FOLDER].
+A test holds the files in docs/img/collectives to this.
+
+Four ranks. Rank 0 starts with 1 2 3 4, rank 1 with 10 20 30 40, and so on, so that a sum shows who
+is in it. A cell has the colour of the rank that it comes from; a sum is grey.
+"""
+
+import sys
+from pathlib import Path
+
+from draw import BLUE, ORANGE, SKY, YELLOW, Picture
+
+RANKS, CELL, ROW = range(4), 66, 32
+COLOURS = [BLUE, ORANGE, SKY, YELLOW]  # of the ranks
+LEFT, RIGHT = 70, 526  # where "before" and "after" begin
+SUM, WAITS = "#DDDDDD", "url(#hatch)"
+
+NUMBERS = [[(part + 1) * 10**rank for part in RANKS] for rank in RANKS]
+SUMS = [sum(column) for column in zip(*NUMBERS, strict=True)]
+
+
+def of(rank):
+    """All cells of a rank's vector, as (number, colour)."""
+    return [(number, COLOURS[rank]) for number in NUMBERS[rank]]
+
+
+def only(parts, cells):
+    """The cells of these parts; the others are empty."""
+    return [cell if part in parts else None for part, cell in enumerate(cells)]
+
+
+NOTHING, ALL, TOTAL = [None] * 4, [of(rank) for rank in RANKS], [(total, SUM) for total in SUMS]
+WHOLE = [(NUMBERS[0][rank], COLOURS[rank]) for rank in RANKS]  # 1 2 3 4, a number from each rank
+SHARDS = [only([rank], WHOLE) for rank in RANKS]
+# Name: the cells of each rank before and after.
+COLLECTIVES = {
+    "broadcast": ([of(0), NOTHING, NOTHING, NOTHING], [of(0)] * 4),
+    "reduce": (ALL, [TOTAL, NOTHING, NOTHING, NOTHING]),
+    "all-reduce": (ALL, [TOTAL] * 4),
+    "reduce-scatter": (ALL, [only([rank], TOTAL) for rank in RANKS]),
+    "all-gather": (SHARDS, [WHOLE] * 4),
+}
+ARRIVALS = [250, 430, 150, 340]  # of the ranks at the barrier, in pixels
+
+
+def vectors(picture, x, title, rows):
+    picture.text(x + 2 * CELL, 16, title, "middle", weight="bold")
+    for rank, cells in enumerate(rows):
+        y = 26 + rank * ROW
+        picture.text(x - 8, y + 16, f"rank {rank}", "end")
+        for part in sorted(RANKS, key=lambda part: cells[part] is not None):  # full cells on top
+            text, fill = cells[part] or ("", "white")
+            edge, dash = ("black", "none") if cells[part] else ("#888", "2,3")
+            colour = "white" if fill == BLUE else "black"
+            picture.box(x + part * CELL, y, CELL, ROW - 8, fill, text, edge, colour, dash)
+
+
+def before_and_after(picture, name, before, after):
+    vectors(picture, LEFT, "before", before)
+    vectors(picture, RIGHT, "after", after)
+    start, end, y = LEFT + 4 * CELL + 14, RIGHT - 56, 26 + 2 * ROW - 4
+    picture.text((start + end) / 2, y - 10, name, "middle", weight="bold")
+    path = f"M{start},{y} H{end} M{end},{y} l-7,-5 v10 z"
+    picture.lines.append(f'<path d="{path}" stroke="black"/>')
+
+
+def barrier(picture):
+    """Time runs to the right: each rank waits until the last one has arrived."""
+    last = LEFT + max(ARRIVALS)
+    picture.text(LEFT, 16, "time to the right", weight="bold")
+    picture.text(last, 16, "the last rank arrives", "middle", weight="bold")
+    for rank, arrival in enumerate(ARRIVALS):
+        y = 26 + rank * ROW
+        picture.text(LEFT - 8, y + 16, f"rank {rank}", "end")
+        look = ["black", "white" if rank == 0 else "black"]  # of the edge and of the text
+        picture.box(LEFT, y, arrival, ROW - 8, COLOURS[rank], "computes", *look)
+        if LEFT + arrival < last:
+            picture.box(LEFT + arrival, y, last - LEFT - arrival, ROW - 8, WAITS)
+            picture.box(LEFT + arrival + 6, y + 4, 42, ROW - 16, "white", "waits", "white")
+        picture.box(last, y, 250, ROW - 8, COLOURS[rank], "continues", *look)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "collectives"
+    for name in (*COLLECTIVES, "barrier"):
+        picture = Picture()
+        if name == "barrier":
+            barrier(picture)
+        else:
+            before_and_after(picture, name, *COLLECTIVES[name])
+        picture.save(folder / f"{name}.svg", 26 + 4 * ROW)

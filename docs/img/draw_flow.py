@@ -1,0 +1,95 @@
+"""Draw the flowchart of docs/before-you-scale.md: python docs/img/draw_flow.py [FOLDER].
+
+A test holds docs/img/choose.svg to this.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from draw import Picture  # noqa: E402  beside this file
+
+QUESTION, DO, END = "#FFFFFF", "#F0E442", "#56B4E9"  # a question, something to do, a YAML
+WIDE, HIGH, GAP_Y = 190, 54, 40
+# Name: column, row, kind, lines of text.
+BOXES = {
+    "fits": (0, 0, QUESTION, ["Does a micro-batch fit", "on one device?"]),
+    "fast": (1, 0, QUESTION, ["Is one device", "fast enough?"]),
+    "baseline": (2, 0, END, ["baseline.yaml"]),
+    "ladder": (0, 1, DO, ["a smaller micro-batch that", "accumulates, then activation",
+                          "checkpointing"]),
+    "busy": (1, 1, QUESTION, ["Is the device busy?"]),
+    "mend": (2, 1, DO, ["loader, batch, bf16,", "compilation: steps 1 to 5"]),
+    "now": (0, 2, QUESTION, ["Does it fit now?"]),
+    "ddp": (1, 2, END, ["ddp.yaml: fill a node,", "then add nodes"]),
+    "several": (0, 3, QUESTION, ["Have you several", "devices?"]),
+    "sharded": (1, 3, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
+    "zero2": (2, 3, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
+    "offload": (0, 4, END, ["zero2_offload.yaml, then", "zero3_offload.yaml or",
+                            "fsdp_offload.yaml"]),
+    "all": (1, 4, QUESTION, ["Does it fit with", "everything in shards?"]),
+    "fsdp": (2, 4, END, ["fsdp.yaml, or zero3.yaml"]),
+}
+ARROWS = [("fits", "fast", "yes"), ("fast", "baseline", "yes"), ("fits", "ladder", "no"),
+          ("fast", "busy", "no"), ("busy", "mend", "no"), ("busy", "ddp", "yes"),
+          ("ladder", "now", ""), ("now", "fast", "yes"), ("now", "several", "no"),
+          ("several", "sharded", "yes"), ("several", "offload", "no"),
+          ("sharded", "zero2", "yes"), ("sharded", "all", "no"), ("all", "fsdp", "yes"),
+          ("all", "offload", "no"), ("mend", "fast", "")]
+
+
+def corner(name):
+    column, row, *_ = BOXES[name]
+    return 20 + column * (WIDE + 92), 16 + row * (HIGH + GAP_Y)
+
+
+def line(picture, points, label):
+    """A line through the points with an arrow's head at the last one, and its label at the first
+    piece.
+    """
+    (x0, y0), (x1, y1) = points[-2:]
+    across = (x1 > x0) - (x1 < x0)
+    down = (y1 > y0) - (y1 < y0)
+    path = " L".join(f"{x},{y}" for x, y in points)
+    head = (f"M{x1},{y1} l{-8 * across - 4 * abs(down)},{-8 * down - 4 * abs(across)} "
+            f"l{8 * abs(down)},{8 * abs(across)} z")
+    picture.lines.append(f'<path d="M{path}" fill="none" stroke="black"/><path d="{head}"/>')
+    (x0, y0), (x1, y1) = points[:2]
+    if label and y0 == y1:
+        picture.text((x0 + x1) / 2, y0 - 5, label, "middle", 11)
+    elif label:
+        picture.text(x0 + 6, (y0 + min(y1, y0 + GAP_Y)) / 2 + 4, label, size=11)
+
+
+def route(start, end):
+    """The points from one box to another: straight, or around by a channel between columns."""
+    (x0, y0), (x1, y1) = corner(start), corner(end)
+    if y0 == y1:
+        return [(x0 + WIDE, y0 + HIGH / 2), (x1, y1 + HIGH / 2)] if x1 > x0 else [
+            (x0, y0 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
+    if x0 == x1:
+        return [(x0 + WIDE / 2, y0 + HIGH), (x1 + WIDE / 2, y1)]
+    if x1 > x0:  # up by the channel to the right of the first column
+        middle = x0 + WIDE + 50
+        return [(x0 + WIDE, y0 + HIGH / 2), (middle, y0 + HIGH / 2), (middle, y1 + HIGH - 12),
+                (x1, y1 + HIGH - 12)]
+    middle = x1 + WIDE + 46
+    return [(x0, y0 + 12), (middle, y0 + 12), (middle, y1 + HIGH - 12), (x1 + WIDE, y1 + HIGH - 12)]
+
+
+def main(folder):
+    picture = Picture()
+    for start, end, label in ARROWS:
+        line(picture, route(start, end), label)
+    for name, (_, _, fill, texts) in BOXES.items():
+        x, y = corner(name)
+        dash = "none" if fill != QUESTION else "4,2"
+        picture.box(x, y, WIDE, HIGH, fill, dash=dash)
+        for number, text in enumerate(texts):
+            height = y + HIGH / 2 + 4 + 15 * (number - (len(texts) - 1) / 2)
+            picture.text(x + WIDE / 2, height, text, "middle", 12)
+    picture.save(folder / "choose.svg", corner("all")[1] + HIGH + 16)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

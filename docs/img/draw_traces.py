@@ -1,0 +1,235 @@
+"""Draw one step of profiled runs on CPUs as SVG, a picture per run:
+
+    python docs/img/draw_traces.py RUN ... --to FOLDER   # FOLDER/RUN.svg, from the runs' traces
+    python docs/img/draw_traces.py                       # those in docs/img/traces again
+
+A RUN is the --output_dir of a run with --profile. FOLDER/traces.json keeps what is drawn: a few kB
+per run, where a trace has MB. A test holds the pictures in docs/img/traces to it.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, YELLOW, Picture
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from report import covered, length, time_shares  # noqa: E402
+
+COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
+GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
+
+
+def read_events(path):
+    """The events of a trace that last, in ms."""
+    events = json.loads(path.read_bytes())["traceEvents"]
+    return [event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
+            for event in events if event.get("ph") == "X"]
+
+
+def span(event):
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def steps_of(events):
+    """{name of a traced step: its span}."""
+    return {event["name"]: span(event) for event in events
+            if event["name"].startswith("ProfilerStep") and event["cat"] == "user_annotation"}
+
+
+def reduce_run(folder, chosen=None):
+    """What is drawn of a run: a step as all ranks saw it. Without a choice it is the step of median
+    length on rank 0.
+    """
+    record = json.loads((folder / "run.json").read_bytes())
+    traces = [read_events(folder / "traces" / f"profile_{rank}.json")
+              for rank in range(record["devices"])]
+    steps = [steps_of(events) for events in traces]
+    by_length = sorted(steps[0], key=lambda name: steps[0][name][1] - steps[0][name][0])
+    name = sorted(steps[0])[chosen - 1] if chosen else by_length[len(by_length) // 2]
+    zero = min(step[name][0] for step in steps)
+    return {"strategy": record["strategy"], "batch": record["per_device_batch_size"],
+            "micro_batches": record["gradient_accumulation_steps"],
+            "ranks": [reduce_step(events, *step[name], zero)
+                      for events, step in zip(traces, steps, strict=True)]}
+
+
+def reduce_step(events, start, end, zero):
+    """A rank's step: its collectives in order, the spans of its phases, and report.py's shares."""
+    def is_inside(event):
+        begin, stop = span(event)
+        other = event["name"].startswith("ProfilerStep") and (begin, stop) != (start, end)
+        return begin < end and stop > start and not other
+
+    inside = list(filter(is_inside, events))
+    autograd = covered(span(event) for event in inside
+                       if event["name"].startswith("autograd::engine::evaluate_function"))
+    optimizer = covered(span(event) for event in inside
+                        if event["name"].startswith("Optimizer.step"))
+    phases = {"forward": [], "backward": [], "optimizer": []}
+    for event in inside:
+        if event["cat"] == "cpu_op" and event["name"].startswith("aten::"):
+            phases[phase_of(event["ts"], autograd, optimizer)].append(span(event))
+    calls = sorted((*span(event), event["name"][5:].replace("_", "-")) for event in inside
+                   if event["name"].startswith("gloo:") and event["ts"] >= start)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"traceEvents": inside}, file)
+        file.flush()
+        shares = time_shares(file.name)
+
+    def place(time):
+        return round(min(max(time, start), end) - zero, 2)
+
+    return {"step": [place(start), place(end)],
+            "shares": {name: round(share, 3) for name, share in shares.items()},
+            "calls": [[place(begin), place(stop), name] for begin, stop, name in calls],
+            **{name: merge([(place(a), place(b)) for a, b in spans])
+               for name, spans in phases.items()}}
+
+
+def phase_of(time, autograd, optimizer):
+    if any(start <= time < end for start, end in optimizer):
+        return "optimizer"
+    after = autograd and time >= autograd[-1][1] and (not optimizer or time < optimizer[0][0])
+    return "backward" if after or any(a <= time < b for a, b in autograd) else "forward"
+
+
+def merge(spans):
+    """Spans without the gaps that nobody could see."""
+    wide = covered((start, end + GRAIN) for start, end in spans)
+    return [[start, round(end - GRAIN, 2)] for start, end in wide]
+
+
+# ------------------------------------------------------------------------------------- drawing
+
+
+def gaps_of(rank):
+    """The spans in which a rank communicates and does not compute, as long as one can see them."""
+    computing = covered([*rank["forward"], *rank["backward"], *rank["optimizer"]])
+    gaps = []
+    for start, end in covered([begin, stop] for begin, stop, _ in rank["calls"]):
+        for begin, stop in [*computing, (end, end)]:
+            if start < min(begin, end):
+                gaps.append((start, min(begin, end)))
+            start = max(start, min(stop, end))
+    return [(start, end) for start, end in gaps if end - start > GRAIN]
+
+
+def initials(name):
+    return "".join(word[0].upper() for word in name.split("-"))
+
+
+def says(width, *texts):
+    """The longest of these texts that fits into a box, or none."""
+    return next((text for text in texts if 6.5 * len(text) + 4 < width), "")
+
+
+def draw(picture, run):
+    """Two lanes per rank. Returns where they end."""
+    end = max(rank["step"][1] for rank in run["ranks"])
+    scale, kinds, y = (RIGHT - LEFT) / end, [], 24
+    micro = f" x {run['micro_batches']} micro-batches" * (run["micro_batches"] > 1)
+    picture.text(LEFT, 16, f"One step under {run['strategy'].upper()}, batch {run['batch']}{micro} "
+                 f"per device: {end:.0f} ms, time to the right", weight="bold")
+    # When the last rank has come to the first collective, to the second, ...
+    together = [max(call[0] for call in calls)
+                for calls in zip(*(rank["calls"] for rank in run["ranks"]), strict=True)]
+
+    def box(y, start, end, fill, text="", opacity=1):
+        wide = (end - start) * scale
+        if wide > 0:
+            edge = fill if wide < 3 else "black"  # or a thin box would be nothing but edge
+            picture.box(LEFT + start * scale, y, wide, 24, fill, text, edge, opacity=opacity)
+
+    for number, rank in enumerate(run["ranks"]):
+        picture.text(LEFT - 8, y + 14, f"rank {number}", "end", weight="bold")
+        picture.text(LEFT, y + 14, "report.py: " + ", ".join(
+            f"{name} {share:.0%}" for name, share in rank["shares"].items()), size=11)
+        y += 38
+        for lane, name in enumerate(("computes", "communicates")):
+            picture.text(LEFT - 8, y + 16 + lane * 26, name, "end")
+        gaps = gaps_of(rank)
+        for start, stop in gaps:
+            box(y, start, stop, "url(#hatch)")
+        for name in ("forward", "backward", "optimizer"):
+            kinds += [name] * (name not in kinds)
+            for start, stop in rank[name]:
+                box(y, start, stop, COLOURS[name],
+                    says((stop - start) * scale, name, initials(name)))
+        free = 0  # a call that waits behind another one is drawn from the end of that
+        for (start, stop, name), ready in zip(rank["calls"], together, strict=True):
+            kinds += [name] * (name not in kinds)
+            start, free = max(start, free), stop
+            ready = min(max(start, ready), stop)
+            colour = COLOURS.get(name, PINK)
+            if (ready - start) * scale > 1:
+                box(y + 26, start, ready, colour, opacity=0.3)
+            box(y + 26, ready, stop, colour, says((stop - ready) * scale, name, initials(name)))
+        if gaps:
+            label_gap(picture, y, scale, gaps)
+        y += 60
+    for tick in range(0, int(end) + 1, step_of_axis(end)):
+        x = LEFT + tick * scale
+        picture.lines.append(f'<path d="M{x:.1f},{y - 4} v6" stroke="black"/>')
+        picture.text(x, y + 14, f"{tick} ms" if tick else "0", "middle", 11)
+    return legend(picture, y + 24, kinds)
+
+
+def label_gap(picture, y, scale, gaps):
+    """An arrow to the longest gap, and what all of them take."""
+    start, stop = max(gaps, key=lambda gap: gap[1] - gap[0])
+    total, x = length(gaps), LEFT + (start + stop) / 2 * scale
+    text = f"the gap: {stop - start:.0f} ms"
+    if stop - start < 0.9 * total:
+        text = f"the longest of {len(gaps)} gaps: {stop - start:.0f} ms; all: {total:.0f} ms"
+    picture.arrow(x, y - 16, y)
+    left = x > (LEFT + RIGHT) / 2
+    picture.text(x + (-6 if left else 6), y - 7, text, "end" if left else "start", 11)
+
+
+def step_of_axis(end):
+    """1, 2 or 5 times a power of ten, for five to twelve ticks."""
+    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+                if end / step <= 12)
+
+
+def legend(picture, y, kinds):
+    """What the boxes mean. Returns where this ends."""
+    x = LEFT
+    for name, fill, opacity in [
+            *((f"{initials(name)}: {name}", COLOURS.get(name, PINK), 1) for name in kinds),
+            ("gap: communicates, does not compute", "url(#hatch)", 1),
+            ("pale: waits for the other rank", PINK, 0.3),
+            ("white: neither (Python, loading)", "white", 1)]:
+        wide = 28 + 6.4 * len(name)
+        if x + wide > RIGHT:
+            x, y = LEFT, y + 20
+        picture.box(x, y, 14, 14, fill, opacity=opacity)
+        picture.text(x + 19, y + 11, name, size=11)
+        x += wide
+    return y + 24
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Draw a step of profiled runs.")
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs with --profile")
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "traces",
+                        help="the folder for the pictures and traces.json")
+    parser.add_argument("--step", type=int, choices=range(1, 6),
+                        help="which of the 5 traced steps (default: the one of median length)")
+    args = parser.parse_args()
+    file = args.to / "traces.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if args.runs:
+        kept |= {run.name: reduce_run(run, args.step) for run in args.runs}
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in kept.items())
+        file.write_text("{\n" + lines.replace('{"step"', '\n  {"step"') + "\n}\n")
+    for name, run in kept.items():
+        picture = Picture()
+        picture.save(args.to / f"{name}.svg", draw(picture, run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Tells which faults of docs/lab/faulty.py are mended: `python docs/lab/check_ex10.py FILE`.
+
+Exercise 10 (docs/lab/10-faults.md). It launches the script once, on two CPU processes.
+"""
+
+import re
+import sys
+
+import torch
+from watch import check, mean_losses, samples, wrong_losses
+
+EPOCHS, SAMPLES = 3, 1536  # of faulty.py
+LINE = r"epoch \d+: training loss ([\d.]+)"
+
+
+def judge(ranks, _):
+    """The three faults, after what the script did well already."""
+    return [("it trains as before", training(ranks)),
+            ("each epoch has another order", ordering(ranks)),
+            ("the loss is that of all samples", losses(ranks)),
+            ("one rank saves the checkpoint", saving(ranks))]
+
+
+def training(ranks):
+    if any(notes["world"] != 2 for notes in ranks):
+        return "the two ranks do not know of each other"
+    for epoch in range(EPOCHS):
+        seen = sum(samples(ranks, epoch, EPOCHS), [])
+        if len(seen) != SAMPLES or len(set(seen)) != SAMPLES:
+            return f"epoch {epoch} used {len(set(seen))} different samples, {len(seen)} in all"
+    if not all(map(torch.allclose, *[notes["weights"] for notes in ranks])):
+        return "the ranks end with different weights"
+    return ""
+
+
+def ordering(ranks):
+    for epoch in range(1, EPOCHS):
+        if samples(ranks, epoch, EPOCHS) == samples(ranks, epoch - 1, EPOCHS):
+            return (f"epoch {epoch} has the order of epoch {epoch - 1}. "
+                    "What does the sampler shuffle with?")
+    return ""
+
+
+def losses(ranks):
+    printed = [re.findall(LINE, notes["printed"]) for notes in ranks]
+    if sum(map(len, printed)) != EPOCHS:
+        return f"expected one line with it for each of {EPOCHS} epochs"
+    problem = wrong_losses(map(float, max(printed, key=len)), mean_losses(ranks, EPOCHS))
+    return problem and f"{problem} over all steps of both ranks. Whose loss is it?"
+
+
+def saving(ranks):
+    found = [notes["saved"] for notes in ranks if notes["saved"] is not None]
+    if len(found) != 1:
+        return f"{len(found)} ranks wrote a file with the name that the command line gives"
+    if not isinstance(found[0], dict) or found[0].keys() != {"model", "optimizer", "epoch"}:
+        return "it holds something else than model, optimizer and epoch"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(check(judge))

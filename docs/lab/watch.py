@@ -1,0 +1,192 @@
+"""Watches a training script, for the checkers of exercises 9 and 10.
+
+`launch` starts the script on two CPU processes. In each of them `watch` runs the script as it is,
+and notes what it trains on, what it prints and what it saves. `read` reads these notes.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+HERE = Path(__file__).resolve().parent
+DDP_YAML = HERE.parent.parent / "accelerate_configs" / "ddp.yaml"
+
+
+def watch(script, folder, seconds=0):
+    """Run the script with FOLDER/saved.pt as its argument; it has so many seconds. Each rank has a
+    folder of its own, so what lies there in the end tells which rank saved something.
+    """
+    folder.mkdir(parents=True)
+    pixels = (load_digits().data / 16).astype("float32")
+    number_of = {image.tobytes(): number for number, image in enumerate(pixels)}
+    notes = {"world": 1, "steps": [], "losses": [], "weights": []}
+    samples = []  # of the step that is under way
+
+    def note_samples(module, inputs):
+        """Before each layer: those that training puts into the first one."""
+        if getattr(module, "in_features", None) == 64 and torch.is_grad_enabled():
+            samples.extend(number_of.get(row.numpy().tobytes()) for row in inputs[0].detach().cpu())
+
+    def note_step(optimizer, *_):
+        """After each step of the optimizer."""
+        notes["world"] = dist.get_world_size() if dist.is_initialized() else 1
+        notes["steps"].append(samples.copy())
+        notes["weights"] = sum((group["params"] for group in optimizer.param_groups), [])
+        samples.clear()
+
+    def note_loss(*args, loss_of=nn.functional.cross_entropy, **options):
+        loss = loss_of(*args, **options)
+        if torch.is_grad_enabled():
+            notes["losses"].append(loss.detach().mean().item())
+        return loss
+
+    hooks = [register_module_forward_pre_hook(note_samples),
+             register_optimizer_step_post_hook(note_step)]
+    with (
+        open(folder / "printed", "w") as printed,
+        open(folder / "error", "w") as error,
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(sys, "argv", [str(script), str(folder / "saved.pt")]),
+        mock.patch.object(nn.functional, "cross_entropy", note_loss),
+    ):
+        if seconds:  # then say where the script waits, and end
+            faulthandler.dump_traceback_later(seconds, exit=True, file=error)
+            faulthandler.enable(file=error)  # and say where, if the process is aborted
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except Exception:
+            traceback.print_exc(file=error)
+            raise
+        finally:
+            if seconds:
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.disable()
+            for hook in hooks:
+                hook.remove()
+    notes["weights"] = [weight.detach().cpu() for weight in notes["weights"]]
+    torch.save(notes, folder / "notes.pt")
+
+
+def launch(script, folder, seconds):
+    """Start the script on two ranks, each under `watch`. Returns the launcher's process."""
+    if re.search(r"^(from|import) accelerate\b", Path(script).read_text(), re.M):
+        launcher = ["accelerate.commands.launch", "--config_file", DDP_YAML,
+                    "--main_process_port", "0"]
+    else:
+        launcher = ["torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
+                    "--nproc_per_node", "2"]
+    words = [sys.executable, "-m", *launcher, __file__, script, folder, seconds]
+    with open(folder / "launcher", "w") as output:
+        return subprocess.Popen(list(map(str, words)), stdout=output, stderr=subprocess.STDOUT)
+
+
+def read(folder):
+    """What `watch` noted there, what was printed, and what was saved: None if there is no file."""
+    notes = torch.load(folder / "notes.pt")
+    notes["printed"] = (folder / "printed").read_text()
+    try:
+        saved = folder / "saved.pt"
+        notes["saved"] = torch.load(saved, map_location="cpu") if saved.exists() else None
+    except Exception as problem:  # of many kinds, if it is a folder, or if something else is in it
+        notes["saved"] = problem
+    return notes
+
+
+def split(values, epochs):
+    """The values of each epoch: a list of lists."""
+    length = len(values) // epochs
+    return [values[epoch * length : (epoch + 1) * length] for epoch in range(epochs)]
+
+
+def samples(ranks, epoch, epochs):
+    """The numbers of the samples that each rank saw in this epoch, in their order."""
+    return [sum(split(notes["steps"], epochs)[epoch], []) for notes in ranks]
+
+
+def mean_losses(ranks, epochs):
+    """For each epoch, the mean of the losses of all its steps on all ranks."""
+    both = [split(notes["losses"], epochs) for notes in ranks]
+    epochs = [sum(parts, []) for parts in zip(*both, strict=True)]
+    return [sum(losses) / max(len(losses), 1) for losses in epochs]
+
+
+def wrong_losses(printed, right):
+    """The first epoch whose loss differs by more than 1e-4 of its value, in words, or ""."""
+    for epoch, (one, other) in enumerate(zip(printed, right, strict=True)):
+        if abs(one - other) > 1e-4 * other:
+            return f"epoch {epoch} printed {one:.6f}, but it is {other:.6f}"
+    return ""
+
+
+def why_it_failed(script, folder, seconds):
+    """In lines, why the script did not come to its end on both ranks."""
+    lines = []
+    for rank in range(2):
+        file = folder / f"rank_{rank}" / "error"
+        error = file.read_text() if file.exists() else ""
+        places = re.findall(rf'File ".*{re.escape(script.name)}", line (\d+)', error) or ["?"]
+        if error.startswith("Timeout"):  # with the innermost call first; only the main thread's
+            lines.append(f"rank {rank} still waits in line {places[0]} after {seconds} s. Does "
+                         "every rank call every collective, in the same order?")
+        elif error.startswith("Fatal Python error"):
+            lines.append(f"rank {rank} was aborted in line {places[0]}. gloo does this "
+                         "if the ranks make different collectives at the same time")
+        elif error:
+            lines.append(f"rank {rank} ended in line {places[-1]}: {error.splitlines()[-1]}")
+    return lines or (folder / "launcher").read_text().splitlines()[-10:]
+
+
+def check(judge, reference=None):
+    """Run the script of the command line, and print a line for each point of `judge(ranks, notes
+    of the reference)`: a list of names and problems ("": none; None: cannot be said yet).
+    Returns the exit code.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script", type=Path, help="your script")
+    parser.add_argument("--seconds", type=int, default=60, help="that it may take (60)")
+    args = parser.parse_args()
+    if not args.script.is_file():
+        parser.error(f"there is no file {args.script}")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        launcher = launch(args.script, folder, args.seconds)
+        if reference:  # while the ranks start
+            watch(reference, folder / "reference")
+        try:
+            launcher.wait(args.seconds + 60)
+        except subprocess.TimeoutExpired:
+            launcher.terminate()
+            launcher.wait()
+        if not all((folder / f"rank_{rank}" / "notes.pt").exists() for rank in range(2)):
+            print(f"WRONG  {args.script} runs to its end on two ranks")
+            print(*why_it_failed(args.script, folder, args.seconds), sep="\n")
+            return 1
+        ranks = [read(folder / f"rank_{rank}") for rank in range(2)]
+        points = judge(ranks, read(folder / "reference") if reference else None)
+    for name, problem in points:
+        if problem:
+            print(f"WRONG  {name}: {problem}")
+        else:
+            print(f"ok     {name}" if problem == "" else f"later  {name}: mend the rest first")
+    return int(any(problem != "" for _, problem in points))
+
+
+if __name__ == "__main__":
+    watch(Path(sys.argv[1]), Path(sys.argv[2]) / f"rank_{os.environ['RANK']}", int(sys.argv[3]))

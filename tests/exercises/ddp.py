@@ -1,0 +1,76 @@
+"""A right solution of exercise 9, part 1: docs/lab/single.py as DDP, by hand."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+SEED = 0
+EPOCHS = 5
+BATCH_SIZE = 64  # of all ranks together
+
+
+def load_data():
+    """1,536 samples to train on, which are 24 batches of 64, and 261 to test with."""
+    digits = load_digits()
+    images = torch.tensor(digits.data / 16, dtype=torch.float32)  # 64 pixels each, from 0 to 1
+    labels = torch.tensor(digits.target)
+    return TensorDataset(images[:1536], labels[:1536]), TensorDataset(images[1536:], labels[1536:])
+
+
+def evaluate(model, loader, device):
+    """The share of the samples that the model names correctly."""
+    right = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            answers = model(images.to(device)).argmax(dim=1)
+            right += (answers == labels.to(device)).sum().item()
+    return right / len(loader.dataset)
+
+
+def main():
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # before NCCL, or all ranks of a node would use GPU 0
+        dist.init_process_group("nccl")
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_data, test_data = load_data()
+    sampler = DistributedSampler(train_data, seed=SEED)  # each rank's part of the order
+    train_loader = DataLoader(train_data, BATCH_SIZE // world_size, sampler=sampler)
+    test_loader = DataLoader(test_data, BATCH_SIZE)
+
+    torch.manual_seed(SEED)  # the same first weights in each run
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # it shuffles with seed + epoch
+        total = torch.zeros((), device=device)
+        for images, labels in train_loader:
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        dist.all_reduce(total)  # all ranks call it, and each has the sum then
+        loss = total.item() / len(train_loader) / world_size
+        if rank == 0:
+            # Without gradients DDP sends nothing, so one rank may call its model alone.
+            accuracy = evaluate(model.module, test_loader, device)
+            print(f"epoch {epoch}: training loss {loss:.6f}, test accuracy {accuracy:.2%}")
+    if rank == 0:
+        torch.save(model.module.state_dict(), sys.argv[1])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Two devices are no faster than one: a step computes so little that most of it is
+communication.
+"""
+
+import sys
+import time
+
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4))))
+x = torch.randn(2500 if "--fix" in sys.argv else 1, 100)  # the batch of each device
+
+
+def fastest_step():
+    """Seconds of a forward and a backward pass: the least of 20, as other programs only add."""
+    seconds = []
+    for _ in range(20):
+        accelerator.wait_for_everyone()
+        start = time.perf_counter()
+        accelerator.backward(model(x).mean())
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+with_all_reduce = fastest_step()
+with model.no_sync():  # the same step, but the ranks keep their gradients to themselves
+    computing = fastest_step()
+share = max(0, 1 - computing / with_all_reduce)
+accelerator.print(f"{share:.0%} of a step is communication: "
+                  f"{'more' if share > 0.5 else 'less'} than computing")
