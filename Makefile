@@ -3,7 +3,7 @@ PYTHON ?= python3
 # The pinned set: that of .venv, if there is one. Python 3.10 gets the older set. An NVIDIA driver
 # older than 580 needs it too: make train CONSTRAINTS=constraints-cu128.txt
 PINNED := $(shell cat .venv/installed 2>/dev/null)
-OLD_PYTHON := $(shell $(PYTHON) -c "import sys; print('-cu128' * (sys.version_info < (3, 11)))")
+OLD_PYTHON = $(shell $(PYTHON) -c "import sys; print('-cu128' * (sys.version_info < (3, 11)))")
 CONSTRAINTS ?= $(or $(PINNED),constraints$(OLD_PYTHON).txt)
 BIN := .venv/bin
 REPEATS = 2

@@ -239,7 +239,7 @@ def read_model(name, changes=None):
         if not match or match[1] not in [*SIZES, "num_attention_heads"]:
             raise ValueError(f"--config_overrides {changes}: {change!r} is none of "
                              f"{'=N, '.join(SIZES)}=N and num_attention_heads=N")
-        model |= {match[1]: int(match[2])} if match[1] in SIZES else {}  # heads have no memory
+        model |= {match[1]: int(match[2])} if match[1] in SIZES else {}  # heads change no size
     return model
 
 

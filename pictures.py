@@ -4,6 +4,8 @@ They have to be legible in grey and at half the width of a page: bars carry thei
 stacked parts differ in hatching, lines in marker and dash.
 """
 
+import math
+
 import matplotlib
 import numpy
 
@@ -186,8 +188,9 @@ def plot_losses(group):
     for number, (cell, history) in enumerate(curves):
         color, marker, _, size = style_of(cell)
         label = f"{name_of(cell)}, global batch {cell['global_batch_size']:.0f}"
-        pieces = numpy.array_split(numpy.array(history), min(LOSS_POINTS, len(history)))
-        steps, losses = zip(*(piece.mean(axis=0) for piece in pieces), strict=True)
+        size = math.ceil(len(history) / LOSS_POINTS)
+        pieces = [numpy.mean(history[i : i + size], axis=0) for i in range(0, len(history), size)]
+        steps, losses = zip(*pieces, strict=True)
         gap = max(1, len(steps) // 6)
         axes.plot([step * cell["global_batch_size"] for step in steps], losses, color=color,
                   linewidth=1, marker=marker, markersize=size - 1, markevery=(number % gap, gap),

@@ -111,6 +111,8 @@ def parse_args():
                      "from the Hub")
     if args.config_overrides and not args.from_scratch:
         parser.error("--config_overrides needs --from_scratch: weights fit their own config only")
+    if "dropout" in (args.config_overrides or ""):
+        parser.error("--config_overrides does not set the dropout: use --dropout")
     return args
 
 
@@ -365,9 +367,11 @@ def load_inputs(args):
 
 def override(config, changes):
     """Change a model's config by "key=value,key=value", or None. Raises Fault."""
+    if not changes:
+        return
     try:
-        config.update_from_string(changes) if changes else None
-    except (ValueError, TypeError) as problem:
+        config.update_from_string(changes)
+    except (ValueError, TypeError, AttributeError) as problem:  # the last: of a read-only property
         raise Fault(f"--config_overrides {changes}: {one_line(problem)}; give keys of the config, "
                     "as KEY=VALUE,KEY=VALUE") from None
 

@@ -181,15 +181,12 @@ if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then exit 0; fi
 if status_is failed && [ -n "$new" ]; then
     fail "the run broke down, so not queued again; see above"
 fi
-[ -z "$stopped" ] || fail "ended by Slurm;" \
-    "if it does not run again by itself, the same sbatch with" \
-    "--output_dir $output continues where it stopped"
+advice="the same sbatch with --output_dir $output continues where it stopped"
+[ -z "$stopped" ] || fail "ended by Slurm; if it does not run again by itself, $advice"
 # Queued again only if it got further, so that what fails anew each time comes to an end.
 [ "$(checkpoint)" != "$before" ] ||
     fail "not completed, and without a new checkpoint, so not queued again; see above"
 echo "not completed, but saved as far as $(checkpoint): queued again"
-scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again:" \
-    "the same sbatch with" \
-    "--output_dir $output continues where it stopped"
+scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again: $advice"
 exit
 }

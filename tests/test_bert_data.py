@@ -417,6 +417,7 @@ FILES = ["--train_file", V1, "--validation_file", V1]
     ("--resume", "--resume needs --output_dir"),
     ("--train_file x.json", "--train_file and --validation_file go together"),
     ("--config_overrides hidden_size=64", "--config_overrides needs --from_scratch"),
+    ("--from_scratch --config_overrides hidden_dropout_prob=0", "the dropout: use --dropout"),
 ])  # fmt: skip
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     assert sentence in refused(monkeypatch, tmp_path, *shlex.split(flags))
@@ -430,6 +431,7 @@ def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     ("--config_overrides size=3", "--config_overrides size=3: key size isn't in the original"),
     ("--config_overrides hidden_size", "; give keys of the config, as KEY=VALUE,KEY=VALUE"),
     ("--config_overrides hidden_size=big", "--config_overrides hidden_size=big: invalid literal"),
+    ("--config_overrides use_return_dict=false", "use_return_dict=false: "),
     ("--config_overrides vocab_size=100", "a tokenizer of 341 tokens, but a model of 100"),
     ("--config_overrides max_position_embeddings=64", "is more than the 64 positions"),
     ("--config_overrides num_attention_heads=5", "cannot load the model"),

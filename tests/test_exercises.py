@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import warm
 from conftest import ROOT, anchor, environment
-from test_lab import check_kind
+from test_lab import blocks_of, check_kind
 
 sys.path.insert(0, str(ROOT / "docs" / "lab"))
 import check_ex9  # noqa: E402
@@ -158,10 +158,10 @@ def test_errors_and_hangs(judged):
     wrong = changed(DDP, [(MEAN, ""), ("        if rank == 0:\n            #",
                                        "        if rank == 0:\n            dist.all_reduce(total)\n"
                                        "            #")])  # fmt: skip
-    code, printed, _ = judged(check_ex9, wrong, "--seconds", "4")  # gloo aborts, or all wait
+    code, printed, _ = judged(check_ex9, wrong, "--seconds", "8")  # gloo aborts, or all wait
     assert code == 1 and re.search(r"rank \d .* in line \d", printed), printed
     wrong = changed(DDP, [("dist.destroy_process_group()", "while rank == 0: pass")])
-    code, printed, _ = judged(check_ex9, wrong, "--seconds", "4")
+    code, printed, _ = judged(check_ex9, wrong, "--seconds", "8")
     assert code == 1 and f"rank 0 still waits in line {number} after 4 s" in printed, printed
 
 
@@ -191,24 +191,21 @@ def test_page(page, tmp_path, judged):
     for name in ("accelerate_configs", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     right = {"my_ddp.py": DDP, "my_accelerate.py": ACCELERATED, "mended.py": MENDED}
-    found = re.findall(r"^```(sh|text)\n(.*?)^```", (LAB / f"{page}.md").read_text(), re.M | re.S)
-    for (kind, commands), after in zip(found, [*found[1:], ("", "")], strict=True):
-        if kind == "text":
-            continue
-        pasted, printed = after[1] if after[0] == "text" else "", ""
-        wrong = "WRONG" in pasted
+    for commands, pasted in blocks_of((LAB / f"{page}.md").read_text()):
+        printed, wrong = "", "WRONG" in pasted
         if "ok  " in pasted and not wrong:
             for file in Path(tmp_path, "runs", "lab").glob("*.py"):
                 file.write_text(right[file.name])
-        for command in re.sub(r"\\\n *", "", commands).splitlines():
+        for command in commands.splitlines():
             if re.match("accelerate launch|torchrun .* --nproc_per_node 2", command):
                 code, text = start(command, tmp_path)
             elif "check_ex10" in command or "check_ex9" in command and wrong:
                 checker = check_ex10 if "check_ex10" in command else check_ex9
                 code, text, _ = judged(checker, (tmp_path / command.split()[-1]).read_text())
             else:
-                shell = subprocess.run(["bash", "-c", f"exec 2>&1; {command}"], cwd=tmp_path,
-                                       stdout=subprocess.PIPE, text=True, timeout=200)
+                shell = subprocess.run(["bash", "-c", command], cwd=tmp_path, text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                       timeout=200)
                 code, text = shell.returncode, shell.stdout
             assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
             printed += text

@@ -27,12 +27,15 @@ SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run
 
 
 def blocks(number):
-    r"""The (commands, pasted output or "") of exercise `number`; 0 is what comes before the first.
+    """Those of exercise `number`; 0 is what comes before the first."""
+    return blocks_of(re.split(r"^## \d\. ", TEXT, flags=re.M)[number])
 
-    A command that the text breaks with \ is one line here.
+
+def blocks_of(text):
+    r"""The (commands, pasted output or "") of a page, or of a part of it. A command that the text
+    breaks with \ is one line here.
     """
-    section = re.split(r"^## \d\. ", TEXT, flags=re.M)[number]
-    found = re.findall(r"^```(sh|text)\n(.*?)^```", section, re.M | re.S)
+    found = re.findall(r"^```(sh|text)\n(.*?)^```", text, re.M | re.S)
     for (kind, commands), after in zip(found, [*found[1:], ("", "")], strict=True):
         if kind == "sh":
             yield re.sub(r"\\\n *", "", commands), after[1] if after[0] == "text" else ""

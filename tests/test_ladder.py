@@ -187,12 +187,12 @@ def test_the_line_says_what_a_step_needs_and_what_saves_how_much(name, options, 
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory):
-    """The Result of the commands of docs/ladder.md, word for word and in order, in a folder of their own."""
+    """The Result of the commands of docs/ladder.md, word for word, in a folder of their own."""
     folder = tmp_path_factory.mktemp("ladder")
     for name in ("accelerate_configs", "tests", "fit.py", "report.py", SCRIPT):
         (folder / name).symlink_to(ROOT / name)
     commands = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S))
-    done = run(["bash", "-c", f"cd {shlex.quote(str(folder))}\n{commands}"], folder, timeout=600)
+    done = run(["bash", "-c", f"cd {shlex.quote(str(folder))} || exit\n{commands}"], folder, timeout=600)
     assert done.code == 0, done.out + done.err
     return done
 
@@ -203,7 +203,7 @@ def test_the_run_of_the_page_that_does_not_fit_ends_with_the_pasted_line(climbed
         line = re.sub(r"optimizer states \d+, ", "", line)
         return re.sub(r"(rank|step|with|else|data|up to) [\d,]+", r"\1 N", line)
 
-    [pasted], lines = re.findall(r"^error: .*$", PAGE, re.M), re.findall(r"^error: .*$", climbed.err, re.M)
+    [pasted], lines = (re.findall(r"^error: .*$", text, re.M) for text in (PAGE, climbed.err))
     assert [words(line) for line in lines] == [words(pasted)], climbed.err
     assert not (climbed.folder / "runs" / "ladder" / "1-ddp" / "run.json").exists()
 
@@ -213,13 +213,15 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
     printed, folder = climbed.out, climbed.folder
     tables = [{row.split()[1]: row for row in text.split("\nMB:")[0].splitlines() if row.startswith("| ")}
               for text in printed.split("parameters, 2 x 900 MB")[1:4]]  # fmt: skip
-    at_once, in_four, again = ({name: [cell.strip() for cell in row.split("|")[1:-1]] for name, row in rows.items()}
-                              for rows in tables)  # fmt: skip
+    at_once, in_four, again = (
+        {name: [cell.strip() for cell in row.split("|")[1:-1]] for name, row in rows.items()}
+        for rows in tables)  # fmt: skip
     records = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/ladder/*/run.json")}
     parameters = records["2-accumulate"]["parameters"]
     said = {"1-ddp": at_once["ddp"], "2-accumulate": in_four["ddp"], "3-recompute": again["ddp"],
             "4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}
-    rows = re.findall(r"^\| `(\S+)` \|.*?\| ([\d,]+)(?: \+ (\d+))? \| ([\d,]+|out of memory) \|$", PAGE, re.M)
+    rows = re.findall(
+        r"^\| `(\S+)` \|.*?\| ([\d,]+)(?: \+ (\d+))? \| ([\d,]+|out of memory) \|$", PAGE, re.M)
     assert [row[0] for row in rows] == sorted(said) == ["1-ddp", *sorted(records)]
     before = math.inf
     for name, total, more, counted in rows:
@@ -232,7 +234,8 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
         formula = int(total.replace(",", "")) + int(more or 0)
         print(f"{name}: {formula} MB by formula, counted {max(peaks):.0f}; the page says {counted}")
         # FSDP held 35 to 70 MB more than the formula, with smaller and larger models alike.
-        assert max(peaks) == pytest.approx(formula, rel=0.15, abs=90) and int(counted.replace(",", "")) < before
+        assert max(peaks) == pytest.approx(formula, rel=0.15, abs=90 * ("fsdp" in name))
+        assert int(counted.replace(",", "")) < before
         before = int(counted.replace(",", ""))
     losses = [[loss for _, loss in record["loss_history"]] for record in records.values()]
     for other in losses[1:]:

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from conftest import ROOT, environment, run, run_forked
-from test_lab import check_kind
+from test_lab import blocks_of, check_kind
 
 import predict
 import report
@@ -30,21 +30,13 @@ SMALLER = {"hidden_size=384": "hidden_size=96", "intermediate_size=1536": "inter
            "num_hidden_layers=6": "num_hidden_layers=2"}
 
 
-def blocks():
-    """The (commands, pasted output or "") of the page."""
-    found = re.findall(r"^```(sh|text)\n(.*?)^```", TEXT, re.M | re.S)
-    for (kind, commands), after in zip(found, [*found[1:], ("", "")], strict=True):
-        if kind == "sh":
-            yield commands, after[1] if after[0] == "text" else ""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the page's commands leave. Ranks are forked: `accelerate` only notes what to launch."""
     folder, settings = tmp_path_factory.mktemp("lab"), []
     noted = folder / "launches"
     note = f'accelerate() {{ printf "%s\\n" "$@" "" >> {shlex.quote(str(noted))}; }}'
-    for commands, pasted in blocks():
+    for commands, pasted in blocks_of(TEXT):
         noted.write_text("")
         for long, short in SMALLER.items():
             commands = commands.replace(long, short)
@@ -131,7 +123,7 @@ def test_the_predictions_are_those_of_predict_and_report():
     *first, last = (sum(sizes[i] for i in bucket) / 1e6
                     for bucket in predict.fill_buckets(sizes, 25 * 2**20, first=2**20))
     assert f"one per bucket: {first[0]:.1f}, {first[1]:.1f} and {last:.1f} MB" in WORDS
-    assert f"{last:.1f} MB / 0.125 GB/s = {last / 0.125:.0f} ms" in WORDS
+    assert f"{last:.2f} MB / 0.125 GB/s = {last / 0.125:.0f} ms" in WORDS
     sent = report.bytes_sent("fsdp", PARAMETERS, 2, gloo=True)
     assert f"sends {sent / 1e6:.0f} MB per rank and step. That is {sent / 0.125e9:.1f} s" in WORDS
 

@@ -6,8 +6,7 @@ A test holds docs/img/choose.svg to this.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from draw import Picture  # noqa: E402  beside this file
+from draw import Picture
 
 QUESTION, DO, END = "#FFFFFF", "#F0E442", "#56B4E9"  # a question, something to do, a YAML
 WIDE, HIGH, GAP_Y = 190, 54, 40

@@ -47,8 +47,9 @@ def reduce_run(folder, chosen=None):
     traces = [read_events(folder / "traces" / f"profile_{rank}.json")
               for rank in range(record["devices"])]
     steps = [steps_of(events) for events in traces]
-    by_length = sorted(steps[0], key=lambda name: steps[0][name][1] - steps[0][name][0])
-    name = sorted(steps[0])[chosen - 1] if chosen else by_length[len(by_length) // 2]
+    in_order = sorted(steps[0], key=steps[0].get)
+    by_length = sorted(steps[0], key=lambda name: length([steps[0][name]]))
+    name = in_order[chosen - 1] if chosen else by_length[len(by_length) // 2]
     zero = min(step[name][0] for step in steps)
     return {"strategy": record["strategy"], "batch": record["per_device_batch_size"],
             "micro_batches": record["gradient_accumulation_steps"],
@@ -222,8 +223,13 @@ def main():
     args = parser.parse_args()
     file = args.to / "traces.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
+    for run in args.runs:
+        try:
+            kept[run.name] = reduce_run(run, args.step)
+        except (OSError, LookupError, TypeError, ValueError) as problem:
+            sys.exit(f"error: {run} is no run with --profile ({type(problem).__name__}: {problem})")
     if args.runs:
-        kept |= {run.name: reduce_run(run, args.step) for run in args.runs}
+        args.to.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in kept.items())
         file.write_text("{\n" + lines.replace('{"step"', '\n  {"step"') + "\n}\n")
     for name, run in kept.items():

@@ -7,7 +7,7 @@ import re
 import sys
 
 import torch
-from watch import check, mean_losses, samples, wrong_losses
+from watch import check, mean_losses, repeated_order, samples, wrong_losses
 
 EPOCHS, SAMPLES = 3, 1536  # of faulty.py
 LINE = r"epoch \d+: training loss ([\d.]+)"
@@ -34,18 +34,15 @@ def training(ranks):
 
 
 def ordering(ranks):
-    for epoch in range(1, EPOCHS):
-        if samples(ranks, epoch, EPOCHS) == samples(ranks, epoch - 1, EPOCHS):
-            return (f"epoch {epoch} has the order of epoch {epoch - 1}. "
-                    "What does the sampler shuffle with?")
-    return ""
+    problem = repeated_order(ranks, EPOCHS)
+    return problem and f"{problem}. What does the sampler shuffle with?"
 
 
 def losses(ranks):
-    printed = [re.findall(LINE, notes["printed"]) for notes in ranks]
-    if sum(map(len, printed)) != EPOCHS:
-        return f"expected one line with it for each of {EPOCHS} epochs"
-    problem = wrong_losses(map(float, max(printed, key=len)), mean_losses(ranks, EPOCHS))
+    none, printed = sorted((re.findall(LINE, notes["printed"]) for notes in ranks), key=len)
+    if none or len(printed) != EPOCHS:
+        return f"expected one line with it for each of {EPOCHS} epochs, all from one rank"
+    problem = wrong_losses(map(float, printed), mean_losses(ranks, EPOCHS))
     return problem and f"{problem} over all steps of both ranks. Whose loss is it?"
 
 

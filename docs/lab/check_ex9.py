@@ -7,7 +7,7 @@ import re
 import sys
 
 import torch
-from watch import HERE, check, mean_losses, samples, wrong_losses
+from watch import HERE, check, mean_losses, repeated_order, samples, wrong_losses
 
 BATCH_SIZE, SAMPLES = 64, 1536  # of single.py
 LINE = r"epoch \d+: training loss ([\d.]+), test accuracy ([\d.]+)%"
@@ -61,12 +61,9 @@ def sharing(ranks, epochs):
 
 
 def ordering(ranks, epochs):
-    for epoch in range(1, epochs):
-        if samples(ranks, epoch, epochs) == samples(ranks, epoch - 1, epochs):
-            return (f"epoch {epoch} has the order of epoch {epoch - 1}. The same samples then "
-                    "always share a batch. Call sampler.set_epoch(epoch) before each epoch. "
-                    f"See {PAGE}")
-    return ""
+    problem = repeated_order(ranks, epochs)
+    return problem and (f"{problem}. The same samples then always share a batch. Call "
+                        f"sampler.set_epoch(epoch) before each epoch. See {PAGE}")
 
 
 def batch(ranks):

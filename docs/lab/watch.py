@@ -29,8 +29,9 @@ DDP_YAML = HERE.parent.parent / "accelerate_configs" / "ddp.yaml"
 
 
 def watch(script, folder, seconds=0):
-    """Run the script with FOLDER/saved.pt as its argument; it has so many seconds. Each rank has a
-    folder of its own, so what lies there in the end tells which rank saved something.
+    """Run the script with FOLDER/saved.pt as its argument, for so many seconds at most (0: no
+    limit). Each rank has a folder of its own, so what lies there in the end tells which rank saved
+    something.
     """
     folder.mkdir(parents=True)
     pixels = (load_digits().data / 16).astype("float32")
@@ -119,6 +120,14 @@ def samples(ranks, epoch, epochs):
     return [sum(split(notes["steps"], epochs)[epoch], []) for notes in ranks]
 
 
+def repeated_order(ranks, epochs):
+    """The first epoch that has the order of the one before it, in words, or ""."""
+    for epoch in range(1, epochs):
+        if samples(ranks, epoch, epochs) == samples(ranks, epoch - 1, epochs):
+            return f"epoch {epoch} has the order of epoch {epoch - 1}"
+    return ""
+
+
 def mean_losses(ranks, epochs):
     """For each epoch, the mean of the losses of all its steps on all ranks."""
     both = [split(notes["losses"], epochs) for notes in ranks]
@@ -162,7 +171,7 @@ def check(judge, reference=None):
     parser.add_argument("--seconds", type=int, default=60, help="that it may take (60)")
     args = parser.parse_args()
     if not args.script.is_file():
-        parser.error(f"there is no file {args.script}")
+        sys.exit(f"error: there is no file {args.script}")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
