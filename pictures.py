@@ -188,8 +188,8 @@ def plot_losses(group):
     for number, (cell, history) in enumerate(curves):
         color, marker, _, size = style_of(cell)
         label = f"{name_of(cell)}, global batch {cell['global_batch_size']:.0f}"
-        size = math.ceil(len(history) / LOSS_POINTS)
-        pieces = [numpy.mean(history[i : i + size], axis=0) for i in range(0, len(history), size)]
+        width = math.ceil(len(history) / LOSS_POINTS)  # of a piece, in steps
+        pieces = [numpy.mean(history[i : i + width], axis=0) for i in range(0, len(history), width)]
         steps, losses = zip(*pieces, strict=True)
         gap = max(1, len(steps) // 6)
         axes.plot([step * cell["global_batch_size"] for step in steps], losses, color=color,
@@ -197,7 +197,7 @@ def plot_losses(group):
                   linestyle=DASHES[batches.index(cell["global_batch_size"]) % len(DASHES)],
                   label=None if label in labels else label)
         labels.add(label)
-    axes.set(xlabel="samples trained on", title="training loss of a global batch")
+    axes.set(xlabel="samples trained on", title=f"training loss, up to {LOSS_POINTS} means per run")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
     figure.legend(loc="outside lower center", ncols=2 if len(labels) > 3 else 1, fontsize=8)
     return figure

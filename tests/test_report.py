@@ -305,6 +305,7 @@ def test_a_long_run_is_drawn_as_means():
     figure = pictures.plot_losses(frame({"strategy": "ddp", "losses": [history]}))
     [line] = figure.axes[0].lines
     assert list(line.get_ydata()) == [0.5] * 60 and line.get_xdata()[0] == 10.5 * 64
+    assert line.get_markersize() < 8
     pictures.pyplot.close(figure)
 
 
