@@ -421,16 +421,25 @@ def length(spans):
 LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLoader makes a batch
 
 
+def read_events(trace):
+    """The events of a trace of one rank (traces/profile_RANK.json) that last."""
+    return [event for event in json.loads(Path(trace).read_bytes())["traceEvents"]
+            if event.get("ph") == "X"]
+
+
 def time_shares(trace):
-    """Shares of the traced steps of one rank (traces/profile_RANK.json), which add up to 1:
-    computation alone, computation that hides communication, communication alone, loading data, and
-    none of them: Python, and idleness. Raises ValueError or KeyError if it is no such trace.
+    """`shares_of` a trace of one rank. Raises ValueError or KeyError if it is no such trace."""
+    return shares_of(read_events(trace))
+
+
+def shares_of(events):
+    """Shares of the traced steps among these events, which add up to 1: computation alone,
+    computation that hides communication, communication alone, loading data, and none of them:
+    Python, and idleness.
 
     On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies
     are work, and Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
     """
-    events = [event for event in json.loads(Path(trace).read_bytes())["traceEvents"]
-              if event.get("ph") == "X"]
     gpu_work = {"kernel", "gpu_memcpy", "gpu_memset"}
     on_gpu = any(event.get("cat") in gpu_work for event in events)
     annotation = "gpu_user_annotation" if on_gpu else "user_annotation"

@@ -57,6 +57,15 @@ def run(command, folder=None, env=None, timeout=240):
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
+def table_of(text, first_cell):
+    """The rows of the first table of a page whose header begins like this, as lists of cells; the
+    header is the first.
+    """
+    lines = text[text.index(f"| {first_cell}"):].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in lines if not re.match(r"\|:?-", line)]
+
+
 def environment(changes):
     return os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (changes or {})
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT, environment
-from test_lab import check_kind
+from test_lab import blocks_of, check_kind
 
 TEXT = (ROOT / "docs" / "before-you-scale.md").read_text()
 
@@ -14,8 +14,7 @@ TEXT = (ROOT / "docs" / "before-you-scale.md").read_text()
 @pytest.mark.slow
 def test_the_batch_sweep(tmp_path):
     """Its loop, with one batch and fewer steps, prints what is pasted."""
-    [commands] = re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)
-    [pasted] = re.findall(r"^```text\n(.*?)^```", TEXT, re.M | re.S)
+    [(commands, pasted)] = blocks_of(TEXT)
     for long, short in {"source .venv/bin/activate\n": "", "1 2 4 8": "8",
                         "_steps 30": "_steps 12"}.items():
         assert long in commands

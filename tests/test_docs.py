@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from conftest import ROOT, STRATEGIES, run
+from conftest import ROOT, STRATEGIES, run, table_of
 from transformers import BertConfig, BertForQuestionAnswering
 
 import predict
@@ -27,12 +27,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.S)
 
 
 def table(first_cell):
-    """The rows of the table whose header begins with these cells, as lists of cells; the header is
-    the first.
-    """
-    lines = TEXT[TEXT.index(f"| {first_cell}"):].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in lines if not line.startswith("|---")]
+    return table_of(TEXT, first_cell)
 
 
 def program(name):

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, kill_and_resume, predictions
+from test_lab import blocks_of
 from torch.testing import assert_close
 
 import report
@@ -191,7 +192,7 @@ def climbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ladder")
     for name in ("accelerate_configs", "tests", "fit.py", "report.py", SCRIPT):
         (folder / name).symlink_to(ROOT / name)
-    commands = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S))
+    commands = "".join(commands for commands, _ in blocks_of(PAGE))
     done = run(["bash", "-c", f"cd {shlex.quote(str(folder))} || exit\n{commands}"], folder, timeout=600)
     assert done.code == 0, done.out + done.err
     return done

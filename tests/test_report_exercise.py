@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, table_of
 from scipy import stats
 from test_lab import blocks_of
 
@@ -28,8 +28,7 @@ BERT = 108_893_186  # parameters of BERT-base
 
 def table(header, text=TEXT):
     """The rows below a table's header, as lists of cells."""
-    lines = text[text.index(f"| {header}"):].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return table_of(text, header)[1:]
 
 
 @pytest.fixture(scope="module")

@@ -118,11 +118,14 @@ class Picture:
         if text:
             self.text(x + width / 2, y + height / 2 + 4, text, "middle", 11, colour)
 
-    def arrow(self, x, y, end):
-        """A vertical arrow, its head at `end`."""
-        back = -6 if end > y else 6
-        self.lines.append(f'<path d="M{x:.1f},{y:.1f} V{end + back:.1f} M{x:.1f},{end:.1f} '
-                          f'l-4,{back} h8 z" stroke="black"/>')
+    def arrow(self, *points):
+        """Lines from point to point, each level or upright, with a head at the last one."""
+        (x0, y0), (x, y) = points[-2:]
+        across, down = (x > x0) - (x < x0), (y > y0) - (y < y0)
+        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.lines += [f'<path d="M{path}" fill="none" stroke="black"/>',
+                       f'<path d="M{x:.1f},{y:.1f} l{-7 * across - 4 * down},'
+                       f'{-7 * down - 4 * across} l{8 * down},{8 * across} z"/>']
 
     def save(self, path, height):
         path.write_text("\n".join([
@@ -158,9 +161,9 @@ def devices(picture, rows, bands):
         for i, (_, senders, receivers) in enumerate(bands):
             middle = x + wide / 2 + (i - len(bands) / 2 + 0.5) * 34
             if str(device) in senders:
-                picture.arrow(middle - 7, bottom - 18, bottom + i * 30)
+                picture.arrow((middle - 7, bottom - 18), (middle - 7, bottom + i * 30))
             if str(device) in receivers:
-                picture.arrow(middle + 7, bottom + i * 30, bottom - 18)
+                picture.arrow((middle + 7, bottom + i * 30), (middle + 7, bottom - 18))
     for i, (text, *_) in enumerate(bands):
         picture.box(LEFT, bottom + i * 30, RIGHT - LEFT, 20, "#EEEEEE", text)
     return bottom + 30 * len(bands)
@@ -235,7 +238,7 @@ def launchers(picture):
         picture.text(x, 16, title, weight="bold")
         picture.box(x, 24, 384, 22, "#EEEEEE", f"srun --{command}")
         for node, left in enumerate((x, x + 196)):
-            picture.arrow(left + 94, 46, 62)
+            picture.arrow((left + 94, 46), (left + 94, 62))
             picture.box(left, 62, 188, 112)
             picture.text(left + 8, 78, f"node {node}: SLURM_NODEID={node}", size=11)
             for task in range(4 if x == 8 else 1):

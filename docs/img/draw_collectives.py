@@ -60,8 +60,7 @@ def before_and_after(picture, name, before, after):
     vectors(picture, RIGHT, "after", after)
     start, end, y = LEFT + 4 * CELL + 14, RIGHT - 56, 26 + 2 * ROW - 4
     picture.text((start + end) / 2, y - 10, name, "middle", weight="bold")
-    path = f"M{start},{y} H{end} M{end},{y} l-7,-5 v10 z"
-    picture.lines.append(f'<path d="{path}" stroke="black"/>')
+    picture.arrow((start, y), (end, y))
 
 
 def barrier(picture):

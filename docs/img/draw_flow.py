@@ -42,17 +42,9 @@ def corner(name):
     return 20 + column * (WIDE + 92), 16 + row * (HIGH + GAP_Y)
 
 
-def line(picture, points, label):
-    """A line through the points with an arrow's head at the last one, and its label at the first
-    piece.
-    """
-    (x0, y0), (x1, y1) = points[-2:]
-    across = (x1 > x0) - (x1 < x0)
-    down = (y1 > y0) - (y1 < y0)
-    path = " L".join(f"{x},{y}" for x, y in points)
-    head = (f"M{x1},{y1} l{-8 * across - 4 * abs(down)},{-8 * down - 4 * abs(across)} "
-            f"l{8 * abs(down)},{8 * abs(across)} z")
-    picture.lines.append(f'<path d="M{path}" fill="none" stroke="black"/><path d="{head}"/>')
+def arrow(picture, points, label):
+    """An arrow through the points, with its label at the first piece."""
+    picture.arrow(*points)
     (x0, y0), (x1, y1) = points[:2]
     if label and y0 == y1:
         picture.text((x0 + x1) / 2, y0 - 5, label, "middle", 11)
@@ -79,7 +71,7 @@ def route(start, end):
 def main(folder):
     picture = Picture()
     for start, end, label in ARROWS:
-        line(picture, route(start, end), label)
+        arrow(picture, route(start, end), label)
     for name, (_, _, fill, texts) in BOXES.items():
         x, y = corner(name)
         dash = "none" if fill != QUESTION else "4,2"

@@ -10,13 +10,13 @@ per run, where a trace has MB. A test holds the pictures in docs/img/traces to i
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from report import covered, length, time_shares  # noqa: E402
+import report  # noqa: E402
+from report import covered, length  # noqa: E402
 
 COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
 GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
@@ -24,9 +24,8 @@ GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
 
 def read_events(path):
     """The events of a trace that last, in ms."""
-    events = json.loads(path.read_bytes())["traceEvents"]
     return [event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
-            for event in events if event.get("ph") == "X"]
+            for event in report.read_events(path)]
 
 
 def span(event):
@@ -75,10 +74,7 @@ def reduce_step(events, start, end, zero):
             phases[phase_of(event["ts"], autograd, optimizer)].append(span(event))
     calls = sorted((*span(event), event["name"][5:].replace("_", "-")) for event in inside
                    if event["name"].startswith("gloo:") and event["ts"] >= start)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"traceEvents": inside}, file)
-        file.flush()
-        shares = time_shares(file.name)
+    shares = report.shares_of(inside)
 
     def place(time):
         return round(min(max(time, start), end) - zero, 2)
@@ -185,7 +181,7 @@ def label_gap(picture, y, scale, gaps):
     text = f"the gap: {stop - start:.0f} ms"
     if stop - start < 0.9 * total:
         text = f"the longest of {len(gaps)} gaps: {stop - start:.0f} ms; all: {total:.0f} ms"
-    picture.arrow(x, y - 16, y)
+    picture.arrow((x, y - 16), (x, y))
     left = x > (LEFT + RIGHT) / 2
     picture.text(x + (-6 if left else 6), y - 7, text, "end" if left else "start", 11)
 
