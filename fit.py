@@ -1,10 +1,12 @@
 """Does it fit? What a device holds while BERT trains under each YAML, by formula, before any run.
+And of a run that did not fit, or of any other: `python fit.py RUN/run.json` says what held how much
+on a rank, and what to try next.
 
     python fit.py 40GB
     python fit.py 80GB --model bert-large --num_processes 8 --mixed_precision bf16
     python fit.py 16GB --per_device_train_batch_size 16 --activation_checkpointing
 
-prints one row for every YAML in accelerate_configs/: what lies on each device in a step of
+print one row for every YAML in accelerate_configs/: what lies on each device in a step of
 train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
 are the first thing in this file. tests/test_fit.py counts what they say, on a CPU.
 
@@ -221,6 +223,131 @@ def largest_batch(memory, strategy, model, *rest):
     return fits
 
 
+# ---------------------------------------------------------------------------- the record of a run
+
+
+def name_yaml(strategy, options):
+    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
+    "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options.
+    """
+    def on_host(name):
+        return (options.get(name) or {}).get("device") == "cpu"
+
+    said = {name: str(options.get(name)).lower()
+            for name in ("reshard_after_forward", "offload_params")}
+    keeps, offloads = said["reshard_after_forward"] == "false", said["offload_params"] == "true"
+    if strategy == "fsdp" and keeps != offloads:
+        return "fsdp_keep" if keeps else "fsdp_offload"
+    offloaded = on_host("offload_optimizer"), on_host("offload_param")
+    if (strategy, *offloaded) in (("zero2", True, False), ("zero3", True, True)):
+        return f"{strategy}_offload"
+    return strategy
+
+
+def hold(run):
+    """What the fullest rank of a record held at its peak, or, if that is not known, what a step
+    needs at most: {part: bytes}, and the bytes on the host of a GPU. Then the bytes of activations
+    and those that recomputing spares, NaN where no formula knows the model and nothing is measured.
+    """
+    work, rank = run["workload"], run["rank"]
+    strategy, precision, parameters = run["yaml"], run["dtype"], run["parameters"]
+    held = {"libraries and data": rank["memory_before_mb"] * 1e6}
+    held |= bytes_of_parts(strategy, parameters, run["devices"], precision)
+    if run["gradient_accumulation_steps"] > 1:
+        held["gradients"] += bytes_to_accumulate(run)
+    host = held.pop("host")
+    if run["on_cpu"] and host:  # it has one memory
+        held["offloaded"], host = host, 0
+    kept = spared = math.nan
+    if layers := work.get("layers"):
+        sizes = layers, work["hidden_size"], work["intermediate_size"], 0, 0, 0
+        model = dict(zip(SIZES, sizes, strict=True))
+        model["vocab_size"] = (parameters - count_parameters(model)[0]) // work["hidden_size"]
+        step, other = (
+            memory_of(strategy, model, run["per_device_batch_size"], work["sequence_length"],
+                      run["devices"], precision, again, work.get("dropout", 0.1) > 0)
+            for again in (run["activation_checkpointing"], True))  # fmt: skip
+        kept, spared = step["activations"], step["activations"] - other["activations"]
+        if not rank["peak_memory_mb"]:
+            held |= {"buffers": step["buffers"], "activations": kept}
+    if peak := rank["peak_memory_mb"]:
+        kept = held["activations and all else"] = max(0, peak * 1e6 - sum(held.values()))
+        spared = min(kept, spared)
+    return held, host, kept, spared
+
+
+def bytes_to_accumulate(run):
+    """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
+    besides those that any step needs.
+    """
+    copies = run["yaml"] in ("ddp", "zero1") or run["yaml"].startswith("fsdp")
+    return 4 * run["parameters"] * copies
+
+
+def next_rungs(run, kept, spared):
+    """[(what to try next, bytes that it saves at most)], in the order of docs/ladder.md. `kept` and
+    `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
+    """
+    def needed(strategy, devices):
+        """Bytes of parameters, gradients and states on a device, with what fsdp_keep gathers."""
+        parts = bytes_of_parts(strategy, run["parameters"], devices, run["dtype"])
+        gathered = (4 if run["dtype"] == "no" else 2) * run["parameters"]
+        return (sum(parts.values()) - (0 if run["on_cpu"] else parts["host"])
+                + gathered * (strategy == "fsdp_keep"))
+
+    batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
+    now, ranks, rungs = needed(run["yaml"], run["devices"]), max(2, run["devices"]), []
+    if batch > 1:  # the global batch stays the same
+        parts = batch if batch % 2 else 2
+        whole = bytes_to_accumulate(run) if micro_batches == 1 else 0
+        rungs.append((f"--per_device_train_batch_size {batch // parts} "
+                      f"--gradient_accumulation_steps {micro_batches * parts}",
+                      kept * (1 - 1 / parts) - whole))  # fmt: skip
+    if run.get("activation_checkpointing") is False:
+        rungs.append(("--activation_checkpointing", spared))
+    for name in ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"]):
+        rungs.append((f"accelerate_configs/{name}.yaml on {ranks} devices",
+                      now - needed(name, ranks)))  # fmt: skip
+    if run["yaml"].startswith(("fsdp", "zero3")):
+        rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
+    return [rung for rung in rungs if not rung[1] < 1e6]
+
+
+def explain_run(run):
+    """What `hold` and `next_rungs` say of a record, as lines. Raises LookupError, TypeError,
+    ValueError or AttributeError if it is none.
+    """
+    work = run["workload"]
+    rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
+    run = run | {"yaml": name_yaml(run["strategy"], run["strategy_options"]), "rank": rank,
+                 "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
+                 "on_cpu": run["device_name"].startswith("CPU")}  # fmt: skip
+    held, host, kept, spared = hold(run)
+    yield ("{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
+           "{per_device_batch_size} x {}, mixed_precision {}".format(
+               work["sequence_length"], work["precision"], **run))  # fmt: skip
+    if peak := rank["peak_memory_mb"]:
+        yield f"MB that rank {rank['rank']} held at its peak:\n"
+    else:
+        yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
+    for name, size in (held | {"total": sum(held.values())}).items():
+        yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
+    measured = "The total, and libraries and data," if peak else "Libraries and data"
+    yield f"\n{measured} are measured; the rest is by formula."
+    if math.isnan(kept):
+        yield "Activations are not in it: no formula here knows those of this model."
+    if host:
+        yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
+    yield "\nTry next, in this order (docs/ladder.md); in MB, what each saves at most:\n"
+    rungs = next_rungs(run, kept, spared)
+    yield from (f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
+                for text, saved in rungs)  # fmt: skip
+    if not rungs:
+        yield "a smaller model, or a device with more memory"
+    if not peak:
+        yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."
+
+
 # ------------------------------------------------------------------------------------------- input
 
 SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
@@ -276,11 +403,12 @@ def parse_args():
         description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula.")
     parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
     add = parser.add_argument
-    add("memory", help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30)")
+    add("memory", help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30); or the run.json "
+        "of a run")
     add("--model", "--model_name_or_path", default="bert-base", help="bert-base, bert-large, or a "
         "folder with the config.json of a BERT (default: %(default)s)")
-    add("--config_overrides", metavar="KEY=VALUE,...", help="change the model's config, as in "
-        "train_bert_squad.py: hidden_size=768,num_hidden_layers=6")
+    add("--config_overrides", metavar="KEY=VALUE,...", help="change the model's "
+        "config: hidden_size=768,num_hidden_layers=6")
     add("--per_device_train_batch_size", type=int, default=4, help="windows in a "
         "micro-batch of each device (default: %(default)s)")
     add("--max_seq_length", type=int, default=384, help="tokens in a window "
@@ -299,6 +427,8 @@ def parse_args():
             parser.error(f"--{name} has to be 1 or more, got {getattr(args, name)}")
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout has to be at least 0 and below 1, got {args.dropout}")
+    if args.memory.endswith(".json") or Path(args.memory).is_file():
+        return args
     try:
         args.memory = read_memory(args.memory)
         args.sizes = read_model(args.model, args.config_overrides)
@@ -333,6 +463,12 @@ def make_rows(args):
 
 def main():
     args = parse_args()
+    if isinstance(args.memory, str):  # a record's path
+        try:
+            return print("\n".join(explain_run(json.loads(Path(args.memory).read_bytes()))))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
+            sys.exit(f"error: {args.memory} is no record of a run "
+                     f"({type(problem).__name__}: {problem})")
     rows = list(make_rows(args))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])

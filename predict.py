@@ -11,7 +11,8 @@ tests/test_predict.py counts them.
 
 Not modelled: ranks that wait for a slower one, bookkeeping that one process does not need (such as
 FSDP's copies into and out of its buffers), the norm's own collectives (with --max_grad_norm, and
-DeepSpeed's with offload), and links that several nodes share.
+DeepSpeed's with offload), DDP's broadcast of buffers (8 KB of BERT's), and links that several nodes
+share.
 """
 
 import json
@@ -55,7 +56,7 @@ def seconds_of(call, in_a_row, link, ranks, tree=False):
 
     With as many ranks as were checked, its line. With others, the latency grows as the number of
     steps from rank to rank: n - 1 in a ring, log2 n in a `tree`, which a broadcast always takes.
-    No strategy here broadcasts in a step.
+    DDP broadcasts a model's buffers in a step, but these are small and left out.
     """
     line, checked = link["collectives"][call.name], link["processes"]
     line = line["in_a_row"] if in_a_row else line

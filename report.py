@@ -37,7 +37,7 @@ from explain import (
     shape,
     split_step,
 )
-from fit import bytes_held, bytes_of_activations, bytes_of_parts, compute_dtype
+from fit import bytes_held, bytes_of_activations, bytes_of_parts, compute_dtype, name_yaml
 from pictures import plot_work
 from predict import link_of, predict
 
@@ -144,25 +144,6 @@ def as_time_prints(seconds):
     return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
 
 
-def name_yaml(strategy, options):
-    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
-    "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options, which
-    `differing_options` tells apart.
-    """
-    def on_host(name):
-        return (options.get(name) or {}).get("device") == "cpu"
-
-    said = {name: str(options.get(name)).lower()
-            for name in ("reshard_after_forward", "offload_params")}
-    keeps, offloads = said["reshard_after_forward"] == "false", said["offload_params"] == "true"
-    if strategy == "fsdp" and keeps != offloads:
-        return "fsdp_keep" if keeps else "fsdp_offload"
-    offloaded = on_host("offload_optimizer"), on_host("offload_param")
-    if (strategy, *offloaded) in (("zero2", True, False), ("zero3", True, True)):
-        return f"{strategy}_offload"
-    return strategy
-
-
 def read_record(path, folder):
     """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises ValueError, KeyError,
     TypeError or the like if it is no run.json.
@@ -173,8 +154,10 @@ def read_record(path, folder):
     record = json.loads(path.read_bytes())
     workload = record["workload"]
     row = {name: workload.get(name, record.get(name)) for name in NAMES}
-    problems = {"completed": "", "preempted": "stopped before its end", "failed": "broke down"}
-    problem = problems[record["status"]]
+    problem = {"completed": "", "preempted": "stopped before its end", "failed": "broke down",
+               "running": "died, or is still running"}[record["status"]]
+    if (log := find_log(path, record, folder)) and record["status"] == "running":
+        problem += f": see {log}"
     if not problem and record["resumed_from"]:
         problem = "resumed: not a timing"
     if not problem and record.get("profiled"):
@@ -195,15 +178,15 @@ def read_record(path, folder):
         "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, record["steps"]),
         "waiting_seconds": find_waiting(record),
         "padded_tokens": find_padded_tokens(record),
-        "log": find_log(path, record, folder),
+        "log": log,
         "torch": record["versions"]["torch"],
         "strategy": name_yaml(record["strategy"], record.get("strategy_options") or {}),
         "samples_per_second": record.get("samples_per_second") or None,
         "strategy_options": json.dumps(record.get("strategy_options") or {}, sort_keys=True),
         "activation_checkpointing": bool(record.get("activation_checkpointing")),
     }
-    if not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf
-            and row["parameters"] > 0):
+    if not problem and not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf
+                            and row["parameters"] > 0):
         raise ValueError("times and parameters have to be greater than 0")
     for rank in record["ranks"]:
         if {"rank", "host", "real", "user", "sys"} - set(rank):
