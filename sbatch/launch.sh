@@ -48,6 +48,10 @@ for flag in "${launcher_flags[@]}"; do
         __num_processes* | __num_machines* | __machine_rank* | __main_process_* | __config_file*)
             fail "${flag%%=*} comes from what Slurm granted:" \
                 "ask sbatch for it, with --nodes and --gres" ;;
+        __dynamo_backend*)
+            ! grep -Eq "^distributed_type: *['\"]?DEEPSPEED" "$config" ||
+                fail "accelerate (up to 1.15) drops ${flag%%=*} under DeepSpeed: leave it out," \
+                    "or use accelerate_configs/fsdp.yaml" ;;
     esac
 done
 
@@ -73,6 +77,10 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 
 cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each node
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
+# When C++ ends a rank, as NCCL does after a timeout, Python says where its threads stood, and torch
+# writes the rank's last collectives to ~/.cache/torch/comm_lib_trace_rank_*.
+export PYTHONFAULTHANDLER=${PYTHONFAULTHANDLER-1} TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE-2000}
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
 
 # The output directory is this job's, so that it finds its own checkpoints when it runs again.
 name=$(basename "$script" .py)-$(basename "${config%.*}")
@@ -152,7 +160,10 @@ echo
 
 # --------------------------------------------------------------- run, and continue when interrupted
 
-checkpoint() { readlink "$output/checkpoints/last" 2>/dev/null; }
+checkpoint() { # the newest; without any, the pattern itself
+    local all=("$output"/checkpoints/step_[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9])
+    basename "${all[-1]}"
+}
 status_is() { grep -q "\"status\": \"$1\"" "$output/$RECORD" 2>/dev/null; }
 record() { stat -c %Y.%i "$output/$RECORD" 2>/dev/null; }
 
