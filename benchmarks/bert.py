@@ -28,11 +28,11 @@ SCRIPT = "train_bert_squad.py"
 
 
 def load_inputs(args):
-    """The script's own tokenizer, config and features: both sides have the same windows."""
+    """The script's own config, tokenizer and features: both sides have the same windows."""
     import train_bert_squad as script
 
     return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, config_overrides=None, train_file=args.train_file,
+        model_name_or_path=args.model, from_scratch=args.from_scratch, train_file=args.train_file,
         validation_file=args.validation_file, version_2_with_negative=False,
         max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
 
@@ -47,7 +47,7 @@ def make_trainer(args, **settings):
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer, config, features, _ = load_inputs(args)
+    config, tokenizer, features, _ = load_inputs(args)
     columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
     rows = [{
         "input_ids": ids.tolist(),
@@ -91,7 +91,7 @@ def train_by_trainer(args):
     settings = {"max_grad_norm": 0}  # no clipping: the script has none
     if args.grouped and hasattr(transformers.TrainingArguments, "train_sampling_strategy"):
         settings["train_sampling_strategy"] = "group_by_length"
-    elif args.grouped:  # its name before transformers 5
+    elif args.grouped:  # its name in transformers 5.0
         settings["group_by_length"] = True
     trainer, shapes = make_trainer(args, **settings)
     stopwatch = Stopwatch()
@@ -112,15 +112,17 @@ def save_trainers_model(args):
 
 def logits_of(model_folder, features):
     """The logits of a saved model, float32 [features, longest, 2]; lowest on padding."""
+    import transformers
+
     import train_bert_squad as script
 
-    model = script.SpanBert.from_pretrained(model_folder).eval()
+    model = transformers.BertForQuestionAnswering.from_pretrained(model_folder).eval()
     lowest = torch.finfo(torch.float32).min
     logits = torch.full((len(features), features.lengths.max(), 2), lowest)
     with torch.no_grad():
         for ids in features.lengths.argsort().split(32):
             inputs, _ = features.__getitems__(ids.tolist())
-            logits[ids, : inputs["input_ids"].shape[1]] = model(**inputs)
+            logits[ids, : inputs["input_ids"].shape[1]] = script.span_logits(model, inputs)
     return logits
 
 
@@ -288,8 +290,11 @@ def compare_scores(args, train_by_script, trainer):
         trainer("save", 8, args.epoch_questions, "--output", folder)
         _, _, _, features = load_inputs(args)
         answers, _ = answers_at_once(logits_of(folder, features), features)
-        references = [[text for text, _ in question["answers"]] for question in features.questions]
-        trainer_f1 = script.score_answers(answers.values(), references, version_2=False)["f1"]
+        metric = script.SquadMetric("squad", keep_in_memory=True)
+        trainer_f1 = metric.compute(
+            predictions=[{"id": name, "prediction_text": text} for name, text in answers.items()],
+            references=[{key: question[key] for key in ("id", "answers")}
+                        for question in features.questions])["f1"]
         f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
         row("an epoch at batch 8: F1 of the script", [f1], "")
         row("... F1 of Trainer", [trainer_f1], "")

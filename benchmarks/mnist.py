@@ -57,10 +57,13 @@ def bare_epoch(data_dir):
     """The script's own tensors and batches, without accelerate and a DataLoader."""
     import train_mnist_rnn as script
 
-    args = argparse.Namespace(dataset="mnist", data_dir=data_dir)
-    pixels, labels, *_ = script.read_images(args)
-    mean, std = pixels.float().mean().item(), pixels.float().std(correction=0).item()
-    images, ids = script.Images(pixels, labels, mean, std), list(script.EpochSampler(60_000, 64, 0))
+    data = script.read_images(argparse.Namespace(dataset="mnist", data_dir=data_dir))
+    loader, _ = script.make_loaders(*data, argparse.Namespace(
+        accelerator=argparse.Namespace(device="cpu"), devices=1, batch_size=64,
+        global_batch_size=64, steps_per_epoch=STEPS,
+        args=argparse.Namespace(seed=0, per_device_eval_batch_size=1000)))
+    loader.sampler.set_epoch(0)
+    images, ids = loader.dataset, list(loader.sampler)
     return train_by_hand(images.__getitems__(ids[i : i + 64]) for i in range(0, len(ids), 64))
 
 
@@ -69,12 +72,13 @@ def sync_milliseconds(_):
     import train_mnist_rnn as script
 
     accelerator = script.Accelerator(cpu=True)
-    values = torch.zeros(script.SYNC_STEPS + 2)  # losses, stop, pace
+    values = torch.zeros(script.SYNC_STEPS + 1)  # losses, seconds
     for calls in (20, 500):  # the first are the warm-up
         accelerator.wait_for_everyone()
         clock = time.perf_counter()
         for _ in range(calls):
             accelerator.reduce(values, "mean").tolist()
+            accelerator.check_trigger()
     milliseconds = (time.perf_counter() - clock) / calls * 1000
     accelerator.end_training()
     return milliseconds
