@@ -682,7 +682,7 @@ def in_turn(load, *args):
 
 
 def say(line):
-    """Print a line once, above the progress bar."""
+    """Print a line once, above the bar."""
     if PartialState().is_main_process:
         tqdm.write(line)
         sys.stdout.flush()
@@ -792,7 +792,7 @@ class Run:
         args, state, options = self.args, self.accelerator.state, {}
         if zero := strategy.startswith("zero"):
             options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
-        elif strategy == "fsdp":  # as the launcher tells
+        elif strategy == "fsdp":
             options = {k[5:].lower(): v for k, v in os.environ.items() if k.startswith("FSDP_")}
         info = Path("/proc/cpuinfo")  # some containers hide it, and ARM's names no model
         cpu = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
@@ -812,13 +812,13 @@ class Run:
             f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "profiled": args.profile, "argv": sys.argv,
+            "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
             "versions": {name: getattr(sys.modules.get(name), "__version__", None)
                          for name in ("torch", "accelerate", "deepspeed", "transformers")},
-            "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
+            "dynamo": workload["dynamo"], "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
 
     def start(self):
-        """Resume if need be, and say what runs. Returns the context to train in."""
+        """Resume if need be, say what runs. Returns the context to train in."""
         accelerator = self.accelerator
         if self.found:
             say(f"resuming from {self.found}")
@@ -858,7 +858,7 @@ class Run:
         return self.saving or self.step == self.next_sync
 
     def sync(self, learning_rate):
-        """Bring home and show the losses. Returns whether any rank was told to stop."""
+        """Read and show the losses. Returns whether any rank was told to stop."""
         losses = torch.stack(self.losses).view(-1, self.args.gradient_accumulation_steps)
         losses, self.losses = losses.mean(1).tolist(), []  # waits for the device
         own = losses + [time.perf_counter() - self.clock]
@@ -879,7 +879,7 @@ class Run:
         self.next_sync = self.step + max(1, often)
         rate = pace * self.global_batch_size
         values = {"loss": loss, "learning_rate": learning_rate, "samples_per_second": rate}
-        if (norm := self.grad_norm) is not None:  # FSDP's is a DTensor, in parts
+        if (norm := self.grad_norm) is not None:  # FSDP's is in parts
             values["grad_norm"] = float(getattr(norm, "full_tensor", lambda: norm)())
         self.accelerator.log(values, self.step)
         text = f"loss {loss:.4f}  {rate:,.0f} samples/s"
@@ -929,7 +929,7 @@ class Run:
             "samples_per_second": samples / steady if samples > 0 else None,
             "metrics": self.evaluations[-1] if self.evaluations else None}
         if self.accelerator.is_main_process:
-            partial = self.folder / ".run.json"  # a kill leaves the old or the new
+            partial = self.folder / ".run.json"  # a kill leaves one of them whole
             partial.write_text(json.dumps(self.record, indent=1) + "\n")
             partial.replace(self.folder / "run.json")
         if status != "running":

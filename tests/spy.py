@@ -1,23 +1,32 @@
 """A script with eyes, and accidents on order: tests launch it in place of the script.
 
 SPY_SCRIPT  the script's name without .py
-SPY_DIR     every rank notes the sample ids of each micro-batch it trains on in SPY_DIR/ids_RANK.jsonl
-SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on its micro-batch number 30 (from 0);
-            "SIGTERM all 30": every rank does; "SIGTERM+SIGUSR1 1 30": two, one after the other
-SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number 2; more than two others are an error
+SPY_DIR     every rank notes the sample ids of each micro-batch it trains on in
+            SPY_DIR/ids_RANK.jsonl
+SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on its micro-batch
+            number 30 (from 0); "SIGTERM all 30": every rank does; "SIGTERM+SIGUSR1 1 30": two, one
+            after the other; "HANG 1 30": it sleeps there for two minutes
+SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number 2; more than two
+            others are an error
 SPY_TOKENS  tokenising writes this file, and then takes two minutes
 SPY_MEMORY  an evaluation holds so many MB besides
 SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
-SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only its gradients are
-SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is complete
-SPY_LATE    a disk that shows late what another rank wrote: rank 1 sees no folder of checkpoints for so many seconds,
-            and rank 0 no file of rank 1 in them
+SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only
+            its gradients are
+SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is
+            complete
+SPY_LATE    a disk that shows each rank, in a checkpoint that is being written, its own files only
 SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
-SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the bytes that it holds
-SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; a GPU has so many
-SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its steps 2 and 12 end
-SPY_CALLS   every rank notes in SPY_CALLS/calls_RANK.json the collectives of its steps 3 to 12, with their bytes
-SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its own start,
+SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the
+            bytes that it holds
+SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; a
+            GPU has so many
+SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its
+            steps 2 and 12 end
+SPY_CALLS   every rank notes in SPY_CALLS/calls_RANK.json the collectives of its steps 3 to 12, with
+            their bytes
+SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its
+            own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
 SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
@@ -33,6 +42,7 @@ import re
 import resource
 import signal
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -49,6 +59,9 @@ RANK = int(os.environ.get("RANK", 0))
 
 def hit(order):
     """Send this process the signals named at the start of an order such as "SIGKILL 1 30"."""
+    if order.startswith("HANG"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher need not wait
+        return time.sleep(120)
     for name in order.split()[0].split("+"):
         os.kill(os.getpid(), getattr(signal, name))
 
@@ -78,16 +91,17 @@ def spy_on_batches():
 
 def spy_on_evaluation():
     order, evaluated = os.environ["SPY_EVAL"].split(), [0]
-    original = script.Run.told_to_stop
+    original = script.Accelerator.check_trigger
 
-    def told_to_stop(self, accelerator):
-        if order[1:] == [str(RANK), str(evaluated[0])]:
-            hit(order[0])
-        evaluated[0] += 1
-        assert evaluated[0] <= int(order[2]) + 3, "the evaluation goes on"
-        return original(self, accelerator)
+    def check_trigger(self):
+        if not torch.is_grad_enabled():  # in an evaluation
+            if order[1:] == [str(RANK), str(evaluated[0])]:
+                hit(order[0])
+            evaluated[0] += 1
+            assert evaluated[0] <= int(order[2]) + 3, "the evaluation goes on"
+        return original(self)
 
-    script.Run.told_to_stop = told_to_stop
+    script.Accelerator.check_trigger = check_trigger
 
 
 def spy_on_tokens():
@@ -103,13 +117,14 @@ def spy_on_tokens():
 
 
 def spy_on_memory():
-    original = script.evaluate
+    name = "evaluate_epoch" if hasattr(script, "evaluate_epoch") else "evaluate"
+    original = getattr(script, name)
 
     def evaluate(*args):
         besides = torch.ones(int(os.environ["SPY_MEMORY"]) * 250_000)
         return original(*args) if besides.all() else None
 
-    script.evaluate = evaluate
+    setattr(script, name, evaluate)
 
 
 def spy_on_shapes():
@@ -136,43 +151,41 @@ def spy_on_numbers():
 
 
 def spy_on_saves():
-    saves, original = [0], script.write_atomically
+    saves, original = [0], Path.write_text
     order = os.environ["SPY_SAVE"]
 
-    def write_atomically(path, text):
-        saves[0] += path.name == "checkpoint.json"
-        if path.name == "checkpoint.json" and order.split()[1] == str(saves[0]):
+    def write_text(self, *args, **options):
+        saves[0] += self.name == "checkpoint.json"
+        if self.name == "checkpoint.json" and order.split()[1] == str(saves[0]):
             hit(order)
-        original(path, text)
+        return original(self, *args, **options)
 
-    script.write_atomically = write_atomically
+    Path.write_text = write_text
 
 
 def spy_on_the_disk():
-    exists, rglob = Path.exists, Path.rglob
-    late = time.monotonic() + float(os.environ["SPY_LATE"])
-
-    def exists_late(self):
-        return exists(self) and (RANK == 0 or self.name != "checkpoints" or time.monotonic() > late)
+    original, others = Path.rglob, re.compile(rf"(^__|rank_|states_){1 - RANK}(_|\.)")
 
     def without_others(self, pattern):
-        return (path for path in rglob(self, pattern) if RANK == 1 or path.name != "random_states_1.pkl")
+        return (path for path in original(self, pattern) if not others.search(path.name))
 
-    Path.exists, Path.rglob = exists_late, without_others
+    Path.rglob = without_others
 
 
 def spy_on_weights():
     original = script.RowLSTM.__init__
 
     def init(self, *args):
-        original(self, *args)  # on the CPU, where nothing is flattened; on its way to the GPU it is, and in forward
+        original(self, *args)  # where nothing is flattened; on its way to a GPU it is, and then
         torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
 
     script.RowLSTM.__init__ = init
 
 
 def bytes_held(model, optimizer):
-    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a view counts once."""
+    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a
+    view counts once.
+    """
     groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
 
     def note(group, tensor):
@@ -191,7 +204,8 @@ def bytes_held(model, optimizer):
         for part in inner.averaged_gradients.values():
             for gradient in part or ():  # nothing where they are offloaded
                 note("gradients", gradient)
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of ZeRO-2, of ZeRO-3
+        # Of ZeRO-2, and of ZeRO-3.
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
             for part in getattr(inner, name, []):
                 note("master_copy", part)
                 if part.grad is not None:
@@ -211,8 +225,8 @@ def spy_on_bytes():
             return original(self, *parts)  # the loader for evaluation
         sizes = [parameter.numel() for parameter in parts[0].parameters()]
         prepared = model, optimizer, *_ = original(self, *parts)
-        # Where gradients are reduced and not yet gone: before DeepSpeed's step, or before zero_grad.
-        zero = script.name_strategy(self.state).startswith("zero")
+        # Where gradients are reduced and not yet gone: before DeepSpeed's step, or zero_grad.
+        zero = self.distributed_type == script.utils.DistributedType.DEEPSPEED
         owner, name = (model, "step") if zero else (optimizer, "zero_grad")
         function = getattr(owner, name)
 
@@ -238,8 +252,8 @@ def spy_on_limit():
             torch.cuda.set_per_process_memory_fraction(int(os.environ["SPY_LIMIT"]) * 10**6 / whole)
             return original(*args)
         libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system
-        held = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-        limit = held + int(os.environ["SPY_LIMIT"]) * 10**6
+        held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
+        limit = int(held) * 1024 + int(os.environ["SPY_LIMIT"]) * 10**6
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return original(*args)
 
@@ -251,7 +265,8 @@ def spy_on_the_wire():
 
     def end_step(self):
         if self.step + 1 in (2, 12):
-            [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
+            lines = Path("/proc/net/dev").read_text().splitlines()
+            [line] = [line for line in lines if "eth0:" in line]
             sent.append(int(line.split()[9]))
             (Path(os.environ["SPY_WIRE"]) / f"wire_{RANK}.json").write_text(json.dumps(sent))
         return original(self)
@@ -260,7 +275,7 @@ def spy_on_the_wire():
 
 
 class Calls(TorchDispatchMode):
-    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer in C++, or FSDP."""
+    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer, or FSDP."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +332,7 @@ def spy_on_syncs():
 
 
 def spy_on_plain_accelerate():
-    script.Accelerator = lambda **options: accelerate.Accelerator()
+    script.PartialState = lambda *args, **options: accelerate.PartialState()
 
 
 SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": spy_on_bytes,
@@ -332,5 +347,6 @@ if __name__ == "__main__":
     for name, spy in SPIES.items():
         if name in os.environ and (RANK == 0 or name != "SPY_STEPS"):
             spy()
-    script.main()
-    os._exit(0)  # as the script does
+    text = Path(script.__file__).read_text()  # it ends as the script does
+    block = text[text.index('if __name__ == "__main__":') :].split("\n", 1)[1]
+    exec(compile(textwrap.dedent(block), script.__file__, "exec"), vars(script))

@@ -134,12 +134,11 @@ def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
 def test_the_record_is_complete(runs):
     result = runs("ddp")
     record = result.record
-    mnist = set("""script strategy strategy_options nodes processes devices device_name precision dynamo
-        per_device_batch_size
-        gradient_accumulation_steps global_batch_size epochs steps seed workload parameters tokens padding_share seconds
-        samples_per_second tokens_per_second ranks metrics loss_history status resumed_from profiled versions git_commit
-        slurm_job_id argv""".split())  # fmt: skip
-    assert set(record) == mnist | {"activation_checkpointing"}
+    assert set(record) == set("""activation_checkpointing argv device_name devices precision dynamo
+        global_batch_size gradient_accumulation_steps loss_history metrics nodes padding_share
+        parameters per_device_batch_size processes profiled ranks resumed_from samples_per_second
+        script seconds slurm_job_id status steps strategy strategy_options threads tokens
+        tokens_per_second versions workload""".split())
     assert record["script"] == SCRIPT and record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"} and record["metrics"]["f1"] > 5
     assert 0 < record["padding_share"] < 0.1
@@ -187,7 +186,7 @@ def kill_and_resume(strategy, folder, reference, saving, accumulation=1):
     spying = {"SPY_DIR": str(folder)}
     killed = launch(strategy, SCRIPT, folder, *saving, env=spying | {"SPY_SIGNAL": f"SIGKILL 1 {18 * accumulation}"},
                     ok=False)  # fmt: skip
-    assert killed.code != 0 and not (folder / "run.json").exists()
+    assert killed.code != 0 and killed.record["status"] == "running"
     for rank in (0, 1):
         (folder / f"ids_{rank}.jsonl").unlink()
     resumed = launch(strategy, SCRIPT, folder, *saving, "--resume", env=spying)
@@ -224,7 +223,7 @@ def test_preemption_stops_all_ranks_at_one_step_and_resumes_exactly(strategy, si
     env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": f"{signal} {rank} 4"}
     stopped = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, env=env)
     assert stopped.record["status"] == "preempted" and "--resume" in stopped.out
-    assert stopped.record["steps"] == 6 and set(stopped.record["metrics"].values()) == {None}
+    assert stopped.record["steps"] == 6 and stopped.record["metrics"] is None
     assert [len(ids_seen(tmp_path, rank)) for rank in (0, 1)] == [6, 6]
     resumed = launch(strategy, SCRIPT, tmp_path, *flags(dropout=0.1), "--checkpointing_steps", 6, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 6
@@ -248,7 +247,7 @@ def test_a_run_goes_on_with_one_process_that_accumulates(baseline, tmp_path):
                      env={"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "SIGTERM 1 18"})  # fmt: skip
     assert stopped.record["steps"] == 20
     resumed = launch("baseline", SCRIPT, tmp_path, *flags(accumulation=2), *saving, "--resume")
-    assert "devices 2 -> 1: the samples stay the same" in resumed.out
+    assert resumed.record["devices"] == 1
     assert resumed.losses == pytest.approx(baseline.losses, rel=1e-5)
 
 
@@ -258,7 +257,8 @@ def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_p
     small = ["--per_device_eval_batch_size", 4]  # 28 batches
     stopped = launch("zero3", SCRIPT, tmp_path, *flags(dropout=0.1), *small, env=env)
     assert stopped.record["status"] == "preempted" and stopped.record["steps"] == 13
-    assert "stopped by" in stopped.out and not (tmp_path / "predictions.json").exists()
+    assert "preempted after 13 steps" in stopped.out
+    assert not (tmp_path / "predictions.json").exists()
     resumed = launch("zero3", SCRIPT, tmp_path, *flags(dropout=0.1), "--resume")
     assert step_of(resumed.record["resumed_from"]) == 13
     assert_same_end(resumed, undisturbed("zero3"))
@@ -310,11 +310,10 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
     that a run leaves have the same dtype under every strategy."""
     for strategy, precision, dynamo in (("ddp", "bf16", "no"), ("zero2", "bf16", "no"), ("zero3", "bf16", "no"),
                                         ("fsdp", "bf16", "no"), ("ddp", "no", "eager"), ("fsdp", "no", "eager")):
-        if (strategy, dynamo) == ("ddp", "eager") and torch.__version__ < "2.9":
-            continue  # torch 2.8 cannot compile DDP's buckets for any width
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
         result = launch(strategy, SCRIPT, tmp_path / (strategy + precision), *flags(8), launcher=launcher)
-        assert (result.record["precision"], result.record["dynamo"]) == (precision, dynamo)
+        workload = result.record["workload"]
+        assert (workload["precision"], workload["dynamo"]) == (precision, dynamo)
         assert "recompile_limit" not in result.err + result.out
         assert result.losses == pytest.approx(baseline.losses, rel=0.05 if precision == "bf16" else 1e-5)
         assert result.weights.keys() == baseline.weights.keys()
@@ -322,14 +321,15 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(baseline, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_width_is_compiled_once_and_the_record_tells_if_not(tmp_path):
-    """Batches of BERT differ in width. torch compiles for 8 shapes, and would run all others uncompiled."""
+def test_every_width_is_compiled_once(tmp_path):
+    """Batches of BERT differ in width. If torch compiled for each, it would soon give up, and run
+    the rest uncompiled. It compiles for the first, then for all, and again to evaluate.
+    """
     few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
-    launcher = ["--dynamo_backend", "eager"]
-    result = launch("baseline", SCRIPT, tmp_path / "run", *few, launcher=launcher)
-    assert result.record["dynamo"] == "eager" and "recompile_limit" not in result.err + result.out
-    result = launch("baseline", SCRIPT, tmp_path / "no", *few, launcher=launcher, env={"SPY_SHAPES": "1"})
-    assert result.record["dynamo"] == "eager, in part eager"
+    result = launch("baseline", SCRIPT, tmp_path, *few, launcher=["--dynamo_backend", "eager"],
+                    env={"SPY_SHAPES": "4"})  # fmt: skip
+    assert result.record["workload"]["dynamo"] == "eager"
+    assert "recompile_limit" not in result.err + result.out
 
 
 # ------------------------------------------------------------------------------------------------------- real data

@@ -24,8 +24,8 @@ SHAPES = [  # batch, width, hidden size, intermediate size, layers
 
 
 def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0, rows=344):
-    """A SpanBert as the script makes it, and its inputs. Attention has no dropout: with it, a CPU
-    keeps the scores, which a GPU does not.
+    """The script's model and its inputs. Attention has no dropout: with it, a CPU keeps the scores,
+    which a GPU does not.
     """
     batch, width, hidden, inner, layers = shape
     config = transformers.BertConfig(
@@ -33,13 +33,13 @@ def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0, rows=344):
         num_attention_heads=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    model = train_bert_squad.SpanBert(config).train()
+    model = transformers.BertForQuestionAnswering(config).train()
     if dtype == "bf16":
         model = model.bfloat16()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    mask = torch.ones(batch, width, dtype=torch.bool)
-    mask[0, -9:] = False
+    mask = torch.ones(batch, 1, 1, width, dtype=torch.bool)
+    mask[0, ..., -9:] = False
     ids, types = torch.randint(rows, (batch, width)), torch.zeros(batch, width, dtype=torch.int)
     return model, {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
@@ -47,9 +47,9 @@ def make_bert(shape, dtype="no", checkpointing=False, dropout=0.0, rows=344):
 def forward(model, inputs, dtype):
     """The loss of a micro-batch, as accelerate computes it under baseline and ddp."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "autocast"):
-        logits = model(**inputs)
+        logits = train_bert_squad.span_logits(model, inputs)
     spans = torch.zeros(len(logits), dtype=torch.long)
-    return train_bert_squad.span_losses(logits.float(), spans, spans).mean()
+    return train_bert_squad.span_losses(logits, spans, spans).mean()
 
 
 def count_kept(model, compute):
@@ -96,7 +96,7 @@ def test_activations_are_what_autograd_keeps(dtype, shape):
                         dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)  # fmt: skip
     entry = entry.clone()  # as from a layer before it: of a leaf, autocast would share a copy
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "autocast"):
-        again, _ = count_kept(layer, lambda: layer(entry, inputs["attention_mask"][:, None, None]))
+        again, _ = count_kept(layer, lambda: layer(entry, inputs["attention_mask"]))
     # A layer's input counts among those that are kept, but autocast keeps its own copies of it.
     again -= 0 if dtype == "autocast" else entry.nbytes
     model, inputs = make_bert(shape, dtype, checkpointing=True)
@@ -431,14 +431,113 @@ def test_commands_of_the_docstring_work():
         assert rows["ddp"]["fits"] == "yes"
 
 
-def test_config_overrides_are_those_of_the_script():
-    """The same model as train_bert_squad.py makes of them."""
-    changes = "hidden_size=64,num_hidden_layers=3,num_attention_heads=8,intermediate_size=96"
+def test_config_overrides_make_the_model_that_transformers_makes():
+    changes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+               "intermediate_size": 96}  # fmt: skip
     folder = str(ROOT / "tests" / "data" / "tiny_bert")
-    config = transformers.AutoConfig.from_pretrained(folder)
-    train_bert_squad.override(config, changes)
     with torch.device("meta"):
-        model = train_bert_squad.SpanBert(config)
+        model = transformers.BertForQuestionAnswering(
+            transformers.BertConfig.from_pretrained(folder, **changes))  # fmt: skip
+    words = ",".join(f"{name}={value}" for name, value in changes.items())
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert total == fit.count_parameters(fit.read_model(folder, changes))[0]
-    assert config.num_attention_heads == 8 and len(model.bert.encoder.layer) == 3
+    assert total == fit.count_parameters(fit.read_model(folder, words))[0]
+
+
+# ---------------------------------------------------------------------------- the record of a run
+
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+ALL_HOST = OPTIMIZER | {"offload_param": {"device": "cpu"}}
+KEEP, OFFLOAD = {"reshard_after_forward": "false"}, {"offload_params": "true"}
+# YAML, options, MB of parameters, gradients and states of 25 million parameters on 4 GPUs, and what
+# the rungs save. fsdp_keep has 100 MB gathered besides.
+CASES = [
+    ("baseline", {}, (100, 100, 200), "fsdp_keep 100, fsdp 200, fsdp_offload 400"),  # on two
+    ("ddp", {}, (100, 100, 200), "fsdp_keep 200, fsdp 300, fsdp_offload 400"),
+    ("zero1", {}, (100, 25, 75), "fsdp 100, fsdp_offload 200"),
+    ("zero2", {}, (100, 25, 75), "fsdp 100, fsdp_offload 200"),
+    ("zero3", {}, (25, 25, 75), "fsdp 25, fsdp_offload 125, twice 62"),
+    ("fsdp", {}, (25, 25, 50), "fsdp_offload 100, twice 50"),
+    ("fsdp_keep", KEEP, (25, 25, 50), "fsdp 100, fsdp_offload 200, twice 50"),
+    ("zero2_offload", OPTIMIZER, (100, 0, 0), "fsdp_offload 100"),
+    ("fsdp_offload", OFFLOAD, (0, 0, 0), "a smaller model, or a device with more memory"),
+    ("zero3_offload", ALL_HOST, (0, 0, 0), "a smaller model, or a device with more memory"),
+]  # fmt: skip
+
+
+def parts_and_rungs(text):
+    """{part: MB} and {what to try: MB}, as fit.py prints them of a record."""
+    above, below = text.split("Try next")
+    parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
+    rungs = re.findall(r"^ *([\d,]+|not known)  (.*)$", below, re.M)
+    return ({name: int(size.replace(",", "")) for name, size in parts.items()},
+            {name: saved.replace(",", "") for saved, name in rungs})  # fmt: skip
+
+
+def explained(strategy, options=None, before=7, peak=0, work=None, **changes):
+    """`parts_and_rungs` of a record, and the whole text."""
+    record = {
+        "strategy": strategy.split("_")[0], "strategy_options": options or {}, "devices": 4,
+        "per_device_batch_size": 1, "gradient_accumulation_steps": 1, "parameters": 25 * 10**6,
+        "activation_checkpointing": True, "device_name": "NVIDIA H200",
+        "workload": {"sequence_length": 384, "precision": "no"} | (work or {}),
+        "ranks": [{"rank": 0, "memory_before_mb": before, "peak_memory_mb": peak},
+                  {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]}  # fmt: skip
+    text = "\n".join(fit.explain_run(record | changes))
+    return *parts_and_rungs(text), text
+
+
+@pytest.mark.parametrize("name, options, parts, rungs", CASES, ids=[case[0] for case in CASES])
+def test_what_a_run_held_and_what_to_try_next(name, options, parts, rungs):
+    devices = 1 if name == "baseline" else 4
+    held, tried, text = explained(name, options, devices=devices, peak=1000)
+    assert held == dict(zip(
+        ("parameters", "gradients", "optimizer states"), parts, strict=True)) | {
+        "libraries and data": 7, "activations and all else": 993 - sum(parts), "total": 1000}
+    assert "rank 0 held at its peak" in text and "not known" not in text
+    words = [f"{re.search(r'twice|[a-z_]+(?=.yaml)', rung)[0]} {saved}"
+             for rung, saved in tried.items()]  # fmt: skip
+    assert ", ".join(words) == rungs or not words and rungs in text
+    assert all(f" on {max(2, devices)} devices" in rung for rung in tried if "yaml" in rung)
+    host = {"zero2_offload": 75, "fsdp_offload": 100, "zero3_offload": 125}.get(name)
+    assert not host or "the host holds " in text
+    held, tried, _ = explained(name, options, devices=devices, peak=1000, device_name="CPU (x)")
+    assert "offload" not in " ".join(tried) and bool(held.get("offloaded")) == bool(host)
+
+
+def test_what_accumulation_and_recomputing_would_save():
+    """BERT-base on 2 GPUs, 4 windows of 384 tokens, by `memory_of`; and what a peak leaves."""
+    base, sizes = fit.MODELS["bert-base"], dict(zip(
+        ("layers", "hidden_size", "intermediate_size"), (12, 768, 3072), strict=True))  # fmt: skip
+    run = {"work": sizes | {"dropout": 0.0}, "parameters": 108_893_186, "devices": 2,
+           "per_device_batch_size": 4, "activation_checkpointing": False}  # fmt: skip
+    held, tried, text = explained("ddp", **run)
+    step, again = (fit.memory_of("ddp", base, 4, 384, 2, "no", way) for way in (False, True))
+    assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
+    assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
+    halves = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
+    assert list(tried)[:2] == [halves, "--activation_checkpointing"]
+    assert float(tried[halves]) == pytest.approx(step["activations"] / 2e6 - 4 * 108.9, abs=1)
+    spared = (step["activations"] - again["activations"]) / 1e6
+    assert float(tried["--activation_checkpointing"]) == pytest.approx(spared, abs=1)
+    held, tried, _ = explained("ddp", **run, peak=2000)
+    assert held["activations and all else"] == 2000 - 7 - round(16 * 108.893)
+    assert tried["--activation_checkpointing"] == str(held["activations and all else"])
+    held, _, _ = explained("ddp", **run | {"gradient_accumulation_steps": 2})
+    assert held["gradients"] == round(8 * 108.893)
+
+
+def test_what_is_not_known_of_an_lstm():
+    _, tried, text = explained("baseline", per_device_batch_size=9, activation_checkpointing=None)
+    assert list(tried.items())[0] == (
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 9", "not known")
+    assert "no formula here knows those of this model" in text and "--activation_ch" not in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"workload": {}, "device_name": 3}', None])
+def test_what_is_no_record_is_one_line(content, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["fit.py", str(path)])
+    with pytest.raises(SystemExit, match=r"^error: \S+/run\.json is no record of a run \(.*\)$"):
+        fit.main()

@@ -45,7 +45,7 @@ def kind(text):
     """The lines of an output without what differs between runs and machines: the name of the CPU, which may have any
     characters, numbers, dates, the widths of tables.
     """
-    text = re.sub(r"CPU \(.*\)(?=( in one process)?: [\d,]+ parameters|, torch \d)", "CPU", text)
+    text = re.sub(r"CPU \(.*\)(?=: [\d,]+ parameters|, torch \d)", "CPU", text)
     text = re.sub(r"[-+]?\d[\d,.:]*(e[-+]\d+)?|:?-{2,}:?", "N", text)
     return [re.sub(r"[\s|]+", " ", line).strip() for line in text.splitlines()]
 

@@ -1,23 +1,25 @@
-"""The memory ladder of BERT: more YAMLs, activation checkpointing, clipping, and what is said when memory runs out."""
+"""The memory ladder of BERT: more YAMLs, activation checkpointing, clipping, and what is said when
+memory runs out.
+"""
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, kill_and_resume, predictions
-from test_lab import blocks_of
+from test_fit import parts_and_rungs
+from test_lab import blocks_of, check_kind
 from torch.testing import assert_close
 
 import report
-import train_bert_squad as script
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
 PAGE = (ROOT / "docs" / "ladder.md").read_text()
@@ -94,93 +96,42 @@ def test_a_rung_resumes_exactly_after_sigkill(name, runs, tmp_path):
     kill_and_resume(name, tmp_path, reference, same, accumulation=2)
 
 
-# ------------------------------------------------------------------------------------------------------ out of memory
+# ------------------------------------------------------------------------------------ out of memory
 
 
 def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(tmp_path):
-    """Each rank may have 400 MB more than its libraries. Tried: ddp needs 500 to 550, fsdp with recomputing 200 to 300.
-    The ranks' own limit ends them as a full GPU does: an allocation fails.
+    """Each rank may have 400 MB more than its libraries. Tried: ddp needs 500 to 550, fsdp with
+    recomputing 200 to 300. The ranks' own limit ends them as a full GPU does: an allocation fails.
     """
     model, folder = tmp_path / "model", tmp_path / "ddp"
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6,
+             "num_hidden_layers": 8}  # fmt: skip
     shutil.copytree(ROOT / "tests" / "data" / "tiny_bert", model)
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_hidden_layers": 8}
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | sizes))
     some = ["--model_name_or_path", model, "--max_train_steps", 3, "--max_eval_samples", 8]
     limited = {"SPY_LIMIT": "400"}
-    failed = launch("ddp", SCRIPT, folder, *flags(), *some, env=limited, ok=False)
-    line = failed.error_line()
-    found = re.fullmatch(
-        r"error: out of memory on rank [01] in step (\d), with (\S+) MB in use: parameters 58, gradients 58, "
-        r"(optimizer states 116, )?activations and all else (\S+), libraries and data (\S+)\. Try, in this order: "
-        r"--per_device_train_batch_size 4 --gradient_accumulation_steps 2 \(saves up to (\S+) MB\); "
-        r"--activation_checkpointing \(saves up to (\S+) MB\); fsdp_keep\.yaml on 2 devices \(saves up to 87 MB\); "
-        r"fsdp\.yaml on 2 devices \(saves up to 116 MB\)\. See docs/ladder\.md", line)
-    assert found, line
-    step, used, states, activations, others, halved, again = (
-        int(re.sub(r"\D", "", number or "0")) for number in found.groups())
-    assert bool(states) == (step > 1), "the first step makes the states"
-    assert activations == again and halved == pytest.approx(activations / 2 - 58, abs=2)
-    assert used == pytest.approx(58 + 58 + states + activations + others, abs=3)
-    assert not (folder / "run.json").exists()
-    fits = launch("fsdp", SCRIPT, tmp_path / "fsdp", *flags(), *some, "--activation_checkpointing", env=limited)
-    assert fits.record["status"] == "completed" and fits.record["parameters"] == 14_526_722
-
-
-CPU_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-KEEP, OFFLOAD = {"reshard_after_forward": "false"}, {"offload_params": "true"}
-ALL_HOST = CPU_OFFLOAD | {"offload_param": {"device": "cpu"}}
-# YAML, options, MB of parameters, gradients and states of 25 million parameters on 4 GPUs; what saves how much.
-CASES = [
-    ("baseline", {}, (100, 100, 200), "keep 150, fsdp 200, offload 400"),  # on two devices
-    ("ddp", {}, (100, 100, 200), "keep 225, fsdp 300, offload 400"),
-    ("zero1", {}, (100, 25, 75), "keep 25, fsdp 100, offload 200"),
-    ("zero2", {}, (100, 25, 75), "keep 25, fsdp 100, offload 200"),
-    ("zero3", {}, (25, 25, 75), "fsdp 25, offload 125, twice 62"),
-    ("fsdp", {}, (25, 25, 50), "offload 100, twice 50"),
-    ("fsdp_keep", KEEP, (100, 25, 50), "fsdp 75, offload 175, twice 88"),
-    ("zero2_offload", CPU_OFFLOAD, (100, 0, 0), "offload 100"),
-    ("fsdp_offload", OFFLOAD, (0, 0, 0), "a smaller model, or a device with more memory"),
-    ("zero3_offload", ALL_HOST, (0, 0, 0), "a smaller model, or a device with more memory"),
-]
-
-
-@pytest.mark.parametrize("name, options, parts, rungs", CASES, ids=[case[0] for case in CASES])
-def test_the_line_says_what_a_step_needs_and_what_saves_how_much(name, options, parts, rungs, monkeypatch):
-    args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=1, activation_checkpointing=True,
-                           per_device_eval_batch_size=4)
-    run = SimpleNamespace(strategy=name.split("_")[0], settings={"strategy_options": options}, args=args, step=3,
-                          devices=1 if name == "baseline" else 4, memory_before=7e6,
-                          record={"parameters": 25 * 10**6, "precision": "no"})  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [round(size / 1e6) for size in script.bytes_by_formula(run).values()] == list(parts)
-    model = torch.nn.Linear(1, 1)
-    model(torch.ones(1)).sum().backward()  # so that there are gradients
-
-    monkeypatch.setattr(script, "memory_in_use", lambda: 1e9)
-
-    def explained(problem):
-        with pytest.raises(type(problem) if "ended" in str(problem) else SystemExit) as ended:
-            with script.explain_out_of_memory(run, model):
-                raise problem
-        return str(ended.value)
-
-    line = explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    held = [f"{part} {size}" for part, size in zip(("parameters", "gradients", "optimizer states"), parts, strict=True)
-            if size]  # fmt: skip
-    rest = [f"activations and all else {1000 - 7 - sum(parts)}", "libraries and data 7"]
-    assert line.startswith(f"error: out of memory on rank 0 in step 4, with 1,000 MB in use: {', '.join(held + rest)}.")
-    seen = re.findall(r"(?:fsdp_)?(keep|fsdp|offload|twice)\S* .*?\(saves up to (\d+) MB\)", line)
-    words = [f"{rung} {saved}" for rung, saved in seen] or re.findall("a smaller model.*memory", line)
-    assert ", ".join(words) == rungs
-    run.step = 0
-    assert "optimizer states" not in explained(MemoryError()) or name.startswith("zero")
-    args.per_device_train_batch_size = 6
-    assert "order: --per_device_train_batch_size 3 --gradient_accumulation_steps 2 (saves" in explained(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
-    args.activation_checkpointing, model.training, run.step = False, False, 5
-    assert "order: --per_device_eval_batch_size 2 (saves" in explained(RuntimeError("can't allocate memory"))
-    assert explained(RuntimeError("the peer ended")) == "the peer ended"
+    line = launch("ddp", SCRIPT, folder, *flags(), *some, env=limited, ok=False).error_line()
+    [command] = re.findall("error: out of memory: (python fit.py .*) tells what held how", line)
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "running" and record["parameters"] == 14_526_722
+    done = run(["bash", "-c", command], env={"PATH": os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ["PATH"]])})  # fmt: skip
+    held, rungs = parts_and_rungs(done.out)
+    total, activations = held.pop("total"), held["activations"]
+    assert held["libraries and data"] > 200 and 150 < activations < 600
+    assert held.items() >= {"parameters": 58, "gradients": 58, "optimizer states": 116}.items()
+    assert total == pytest.approx(sum(held.values()), abs=3)
+    halved, again, keep, shards = map(int, rungs.values())
+    assert list(rungs) == [
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+        "--activation_checkpointing", "accelerate_configs/fsdp_keep.yaml on 2 devices",
+        "accelerate_configs/fsdp.yaml on 2 devices"]  # fmt: skip
+    assert halved == pytest.approx(activations / 2 - 58, abs=1) and again < activations
+    assert (keep, shards) == (58, 116)
+    fits = launch("fsdp", SCRIPT, tmp_path / "fsdp", *flags(), *some, "--activation_checkpointing",
+                  env=limited)  # fmt: skip
+    assert fits.record["status"] == "completed"
 
 
 # ----------------------------------------------------------------------------------------------------------- the page
@@ -198,26 +149,34 @@ def climbed(tmp_path_factory):
     return done
 
 
-def test_the_run_of_the_page_that_does_not_fit_ends_with_the_pasted_line(climbed):
-    """By the limit that `ulimit` sets. Only what is measured may differ."""
-    def words(line):
-        line = re.sub(r"optimizer states \d+, ", "", line)
-        return re.sub(r"(rank|step|with|else|data|up to) [\d,]+", r"\1 N", line)
-
-    [pasted], lines = (re.findall(r"^error: .*$", text, re.M) for text in (PAGE, climbed.err))
-    assert [words(line) for line in lines] == [words(pasted)], climbed.err
-    assert not (climbed.folder / "runs" / "ladder" / "1-ddp" / "run.json").exists()
+def test_the_command_that_the_pages_run_names_prints_what_is_pasted(climbed):
+    """After the limit that `ulimit` sets. Only what is measured may differ."""
+    [(command, pasted)] = [block for block in blocks_of(PAGE) if "1-ddp/run.json" in block[0]]
+    line = f"error: out of memory: {command.strip()} tells what held how much"
+    assert re.findall("^error: .*$", climbed.err, re.M) == [line]
+    printed = climbed.out[climbed.out.index("\nThe run wrote down no peak") - 200 :]
+    check_kind(pasted, printed)
+    (parts, rungs), (seen, seen_rungs) = map(parts_and_rungs, (pasted, printed))
+    assert rungs == seen_rungs
+    for name in ("libraries and data", "total"):
+        assert parts.pop(name) > 0 < seen.pop(name)
+    assert parts == {name: seen[name] for name in parts}
 
 
 def test_each_rung_of_the_page_holds_what_fit_says(climbed):
-    """The page has fit.py's totals, and what was counted on one machine. The count on this one is as near to it."""
+    """The page has fit.py's totals, and what was counted on one machine. The count on this one is
+    as near to it.
+    """
     printed, folder = climbed.out, climbed.folder
-    tables = [{row.split()[1]: row for row in text.split("\nMB:")[0].splitlines() if row.startswith("| ")}
+    tables = [{row.split()[1]: row for row in text.split("\nMB:")[0].splitlines()
+               if row.startswith("| ")}
               for text in printed.split("parameters, 2 x 900 MB")[1:4]]  # fmt: skip
     at_once, in_four, again = (
         {name: [cell.strip() for cell in row.split("|")[1:-1]] for name, row in rows.items()}
         for rows in tables)  # fmt: skip
-    records = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/ladder/*/run.json")}
+    records = {path.parent.name: json.loads(path.read_text())
+               for path in folder.glob("runs/ladder/*/run.json")}
+    assert records.pop("1-ddp")["status"] == "running"
     parameters = records["2-accumulate"]["parameters"]
     said = {"1-ddp": at_once["ddp"], "2-accumulate": in_four["ddp"], "3-recompute": again["ddp"],
             "4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}

@@ -1,4 +1,4 @@
-"""A real `accelerate launch` of each YAML; and the ranks that other tests fork train as the launched ones do."""
+"""A real `accelerate launch` of each YAML; the ranks that other tests fork train as those do."""
 
 import json
 import shutil
@@ -26,36 +26,32 @@ def launched(tmp_path_factory):
 def test_launched_and_forked_ranks_train_alike(strategy, launched, tmp_path):
     real, forked = launched[strategy].record, launch(strategy, SCRIPT, tmp_path, *FLAGS).record
     assert real["strategy"] == forked["strategy"] == strategy
-    same = ("processes", "devices", "global_batch_size", "precision", "loss_history", "metrics", "status", "workload")
-    for name in same:
+    for name in "processes devices global_batch_size loss_history metrics status workload".split():
         assert real[name] == forked[name], name
     assert len(real["loss_history"]) == 12 and len(real["ranks"]) == (1 if strategy in ("baseline", "dp") else 2)
 
 
-def test_deepspeed_and_dynamo_is_one_line(tmp_path):
-    """accelerate would drop the flag silently."""
-    launcher = ["--dynamo_backend", "eager"]
-    result = launch("zero3", SCRIPT, tmp_path / "run", *FLAGS, launcher=launcher, ok=False, real=True)
-    assert "does not hand on --dynamo_backend" in result.error_line() and not (tmp_path / "run").exists()
+@pytest.mark.parametrize("strategy, launcher", [
+    ("baseline", []), ("ddp", ["--mixed_precision", "bf16"])])
+def test_the_launchers_debug_makes_no_dp(strategy, launcher, tmp_path):
+    launcher = ["--debug", *launcher]
+    record = launch(strategy, SCRIPT, tmp_path, *FLAGS, launcher=launcher).record
+    assert (record["strategy"], record["status"]) == (strategy, "completed")
+    assert record["workload"]["precision"] == (launcher[2:] or ["no"])[0]
 
 
-@pytest.mark.parametrize("with_json", [True, False])
-def test_a_copy_of_script_yaml_and_json_runs_from_any_folder(with_json, tmp_path):
-    """And without the JSON that the YAML names, it says so in one line."""
+def test_a_copy_of_script_yaml_and_json_runs_from_any_folder(tmp_path):
     for name in ("copy/accelerate_configs", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
-    files = [SCRIPT, "accelerate_configs/zero2.yaml"] + ["accelerate_configs/zero2.json"] * with_json
+    files = [SCRIPT, "accelerate_configs/zero2.yaml", "accelerate_configs/zero2.json"]
     for file in files:
         shutil.copy(ROOT / file, tmp_path / "copy" / file)
-    script, config, *_ = (str(tmp_path / "copy" / file) for file in files)
+    script, config, _ = (str(tmp_path / "copy" / file) for file in files)
     words = ["--config_file", config, "--main_process_port", "0", script, "--output_dir", "run"]
-    flags = ["--dataset", "digits", "--max_train_steps", "2"]
-    result = run(["env", "-C", str(tmp_path / "elsewhere"), *ACCELERATE, *words, *flags], tmp_path / "elsewhere/run")
-    if with_json:
-        assert result.code == 0, result.err
-        assert (result.record["strategy"], result.record["steps"]) == ("zero2", 2)
-    else:
-        assert "copy/accelerate_configs/zero2.json, which is not there: copy it with the YAML" in result.error_line()
+    command = ["env", "-C", str(tmp_path / "elsewhere"), *ACCELERATE, *words, *FLAGS]
+    result = run(command, tmp_path / "elsewhere/run")
+    assert result.code == 0, result.err
+    assert (result.record["strategy"], result.record["steps"]) == ("zero2", 12)
 
 
 # Where the launcher put a rank, and what accelerate sets for a moment while it looks for a GPU.

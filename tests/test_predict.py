@@ -139,6 +139,8 @@ def test_collectives_by_formula_and_counted(tmp_path, strategy, script, micro_ba
         near = [call for call in seen if call[0] == name and abs(call[1] - size) <= margin]
         assert sum(seen.pop(call) for call in near) == pytest.approx(times, abs=0.15), (
             name, size, times, seen)
+    if strategy == "ddp":
+        seen.pop(("broadcast_", 8192), None)  # of BERT's buffers: left out
     rest = {call: times for call, times in seen.items() if call[1] > 100 or times > 0.3}
     assert not rest, rest
 

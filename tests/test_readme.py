@@ -98,6 +98,13 @@ def test_no_command_is_left_to_rot():
             assert command in script if place == ".ci/run" else place in globals(), command
 
 
+def test_the_sizes_of_a_script_to_copy():
+    lines = (ROOT / "train_mnist_rnn.py").read_text().splitlines()
+    [border] = [i for i, line in enumerate(lines) if "the same in both scripts" in line]
+    for size in (len(lines), border, len(lines) - border):
+        assert re.search(rf"\b{round(size, -1)}\b", README.split("**A script**")[1]), size
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for file, place in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):

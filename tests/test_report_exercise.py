@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT, table_of
+from conftest import ROOT, launch, table_of
 from scipy import stats
 from test_lab import blocks_of
 
@@ -90,10 +90,12 @@ def test_jobs_and_gpu_hours(outputs):
 
 def test_the_flags_are_the_scripts_defaults():
     bert, rnn = ((ROOT / f"train_{name}.py").read_text() for name in ("bert_squad", "mnist_rnn"))
-    assert re.search(r"epochs=4, batch=4, .*learning_rate=3e-5", bert)
-    assert re.search(r"--max_train_samples.*default=10_000", bert)
-    assert re.search(r"--max_eval_samples.*default=500", bert)
-    assert re.search(r"batch=64, .*learning_rate=0\.005", rnn)
+    for name, value, text in (
+            ("num_epochs", "4", bert), ("per_device_train_batch_size", "4", bert),
+            ("learning_rate", "3e-5", bert), ("max_train_samples", "10_000", bert),
+            ("max_eval_samples", "500", bert), ("per_device_train_batch_size", "64", rnn),
+            ("learning_rate", "0.005", rnn)):
+        assert re.search(rf'"--{name}", .*default={value},', text), name
 
 
 def test_the_table_is_what_the_times_give(folder, outputs):
@@ -220,15 +222,19 @@ def has(value, path):
     return True
 
 
-def test_the_template_names_what_exists():
+def test_the_template_names_what_exists(tmp_path):
+    flags = ["--model_name_or_path", "tests/data/tiny_bert", "--from_scratch", "--train_file",
+             "tests/data/squad_v1.json", "--validation_file", "tests/data/squad_v1.json"]
+    run = launch("baseline", "train_bert_squad.py", tmp_path, *flags, "--max_train_steps", 2)
     records = {
-        "run.json": json.loads((MEASURED / "records/bert/ddp-1x2-r1/run.json").read_text()),
+        "run.json": run.record,
         "check.json": json.loads((MEASURED / "records/bert/check-1x2-r1/check.json").read_text()),
     }
     with open(MEASURED / "report.csv") as file:
         records["report.csv"] = next(csv.DictReader(file))
     written = {re.sub(r"-\d\.png", ".png", path.name) for path in MEASURED.rglob("*")}
-    commands = {"nvidia-smi topo -m", "--profile", "[]", "-1", "-2", "report.py"}
+    commands = {"nvidia-smi topo -m", "git rev-parse HEAD", "--profile", "[]", "-1", "-2",
+                "report.py"}
     found = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEMPLATE, flags=re.S))
     for name in found:
         file, _, field = name.partition(": ")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-import transformers
 from accelerate import skip_first_batches
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.data_loader import prepare_data_loader
@@ -117,8 +116,6 @@ def assert_symptom_and_fix(shown, before, after):
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".py")])
 def test_symptom_and_fix(name, printed):
-    if name == "fsdp_new_head.py" and transformers.__version__ < "5":
-        pytest.skip("transformers 4 gives a new head its memory on all ranks")
     command = f"{FOLDER}/{name}"
     assert_symptom_and_fix(SCRIPTS[name], printed[command], printed[f"{command} --fix"])
 

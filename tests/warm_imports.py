@@ -1,4 +1,4 @@
-"""What the process imports that tests/warm.py forks ranks from: all that a script, or a library under it, would."""
+"""What the process imports that tests/warm.py forks ranks from: all that a script would."""
 # ruff: noqa: F401
 
 import accelerate.utils.deepspeed
@@ -7,6 +7,8 @@ import datasets
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
+import evaluate
+import psutil
 import sklearn.datasets
 import sklearn.model_selection
 import torch._dynamo
