@@ -73,7 +73,7 @@ sweep: setup  ## time every strategy on this machine with both scripts, without 
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
 		--max_train_samples 112 --num_epochs 8 && \
-	python report.py $(SWEEP) --output_dir $(SWEEP)
+	python report.py $(SWEEP)
 
 lint: dev  ## check the style
 	$(BIN)/ruff check .

@@ -4,9 +4,8 @@
     python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
 BERT reads a question and a text (the context), and says at which token of the text the answer
-starts and ends. Without a GPU the same strategies run on CPU processes. A run leaves
-run.json (the record), predictions.json, model and tokenizer for `from_pretrained`, and
-checkpoints/ (for --resume) in OUTPUT_DIR.
+starts and ends. A run leaves run.json (the record), predictions.json, model and
+tokenizer for `from_pretrained`, and checkpoints/ (for --resume) in OUTPUT_DIR.
 
 Read from here to the end of `main`, and `train` first. All below `main` is the same in both
 scripts: launching, the record, checkpoints.
@@ -45,6 +44,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 BORN = psutil.Process().create_time()  # before the imports
+CORES = sorted(os.sched_getaffinity(0))  # that this job has here
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
 SYNC_SECONDS = 10  # or about so often; and not more lines in a log
 WARMUP_STEPS = 10  # not in samples_per_second: memory and links are set up
@@ -598,7 +598,7 @@ def describe_workload(args, config, train_set, eval_set):
         "version_2": args.version_2_with_negative,
         "sequence_length": args.max_seq_length,
         "max_answer_length": args.max_answer_length,
-        "layers": config.num_hidden_layers,
+        "layers": config.num_hidden_layers, "positions": config.max_position_embeddings,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
     }
@@ -662,7 +662,7 @@ def fail(message):
 
 
 def on_rank_0(work):
-    """What `work()` returns on rank 0. If it gives up, all do: no rank waits in vain."""
+    """What `work()` returns on rank 0. If it gives up, all do."""
     result = problem = None
     if PartialState().is_main_process:
         try:
@@ -704,10 +704,9 @@ def prepare_launch(zero, dp):
 
     if gpus:
         return torch.set_float32_matmul_precision("high")  # TF32
-    cores = sorted(os.sched_getaffinity(0))
-    if 1 < ranks <= len(cores):  # each rank and its gloo threads on cores of their own: 10 %
-        share = len(cores) // ranks
-        os.sched_setaffinity(0, cores[rank * share :][:share])
+    if 1 < ranks <= len(CORES):  # each rank and its gloo threads on cores of their own: 10 %
+        share = len(CORES) // ranks
+        os.sched_setaffinity(0, CORES[rank * share :][:share])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns
     if zero:
         from deepspeed.ops import __compatible_ops__ as deepspeed_ops
@@ -810,7 +809,7 @@ class Run:
             "processes": self.accelerator.num_processes, "devices": self.devices,
             "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else
             f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
-            "per_device_batch_size": args.per_device_train_batch_size,
+            "per_device_batch_size": args.per_device_train_batch_size, "cores": len(CORES),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
             "versions": {name: getattr(sys.modules.get(name), "__version__", None)
@@ -987,7 +986,7 @@ def save_checkpoint(accelerator, optimizer, run):
 
 
 def checksum(path):
-    """The CRC-32 of a file, which is then safe on disk; 1 GB takes about a second."""
+    """The CRC-32 of a file, which is then safe on disk."""
     value = 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -1032,7 +1031,7 @@ def open_folder(run):
 if __name__ == "__main__":
     try:
         main()
-    except (RuntimeError, MemoryError) as problem:  # torch has a class for GPUs alone
+    except (RuntimeError, MemoryError) as problem:
         if not re.search("MemoryError|out of memory|allocate memory|bad_alloc", repr(problem)):
             raise
         fail(f"out of memory: python fit.py {Run.folder}/run.json tells what held how much")

@@ -3,9 +3,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml train_mnist_rnn.py
     python train_mnist_rnn.py --dataset digits    # one process; needs no download
 
-Without a GPU the same strategies run on CPU processes. The LSTM reads an image row by row; its
-last output says which digit. A run leaves run.json (the record), model.safetensors
-and checkpoints/ in OUTPUT_DIR.
+A run leaves run.json (the record), model.safetensors and checkpoints/ in OUTPUT_DIR.
 
 Read from here to the end of `main`, and `train` first. All below `main` is the same in both
 scripts: launching, the record, checkpoints.
@@ -40,6 +38,7 @@ from torchvision.datasets import MNIST
 from tqdm import tqdm
 
 BORN = psutil.Process().create_time()  # before the imports
+CORES = sorted(os.sched_getaffinity(0))  # that this job has here
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
 SYNC_SECONDS = 10  # or about so often; and not more lines in a log
 WARMUP_STEPS = 10  # not in samples_per_second: memory and links are set up
@@ -107,7 +106,7 @@ def read_images(args):
     try:
         train, test = (MNIST(args.data_dir, train, download=True) for train in (True, False))
         return [train.data, train.targets, test.data, test.targets]
-    except Exception as problem:  # of many kinds
+    except Exception as problem:
         names = ", ".join(name for name, _ in MNIST.resources)
         fail(f"cannot read MNIST: {problem!r}; without a network, place {names} in "
              f"{args.data_dir}/MNIST/raw, or use --dataset digits")
@@ -183,7 +182,7 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
                 schedule.step()
                 optimizer.zero_grad()
             run.losses.append(loss.detach())  # it stays on the device
-            if accelerator.sync_gradients and run.end_step():  # now and then
+            if accelerator.sync_gradients and run.end_step():
                 stop = run.sync(learning_rate)  # reads the losses
                 if stop or run.saving:
                     save_checkpoint(accelerator, optimizer, run)
@@ -230,13 +229,16 @@ def main():
     memory_before = peak_memory()  # since the line above
     utils.set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_x.shape[2], args.hidden_size, args.dropout)
+    sizes = [weight.numel() for weight in model.parameters()]
+    sharded = strategy not in ("baseline", "dp", "ddp")  # autocast leaves an LSTM in fp32
     run = Run(accelerator, strategy, args, memory_before, {
         "model": f"lstm-{args.hidden_size}",
         "dataset": args.dataset,
         "samples": len(train_y),
         "eval_samples": len(test_y),
-        "sequence_length": train_x.shape[1]},
-        {"parameters": sum(weight.numel() for weight in model.parameters())})
+        "sequence_length": train_x.shape[1],
+        "compute_dtype": accelerator.mixed_precision if sharded else "no"},
+        {"parameters": sum(sizes), "tensors": sizes})
     if run.found == "completed":
         return accelerator.end_training()
 
@@ -270,7 +272,7 @@ def fail(message):
 
 
 def on_rank_0(work):
-    """What `work()` returns on rank 0. If it gives up, all do: no rank waits in vain."""
+    """What `work()` returns on rank 0. If it gives up, all do."""
     result = problem = None
     if PartialState().is_main_process:
         try:
@@ -312,10 +314,9 @@ def prepare_launch(zero, dp):
 
     if gpus:
         return torch.set_float32_matmul_precision("high")  # TF32
-    cores = sorted(os.sched_getaffinity(0))
-    if 1 < ranks <= len(cores):  # each rank and its gloo threads on cores of their own: 10 %
-        share = len(cores) // ranks
-        os.sched_setaffinity(0, cores[rank * share :][:share])
+    if 1 < ranks <= len(CORES):  # each rank and its gloo threads on cores of their own: 10 %
+        share = len(CORES) // ranks
+        os.sched_setaffinity(0, CORES[rank * share :][:share])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns
     if zero:
         from deepspeed.ops import __compatible_ops__ as deepspeed_ops
@@ -418,7 +419,7 @@ class Run:
             "processes": self.accelerator.num_processes, "devices": self.devices,
             "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else
             f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
-            "per_device_batch_size": args.per_device_train_batch_size,
+            "per_device_batch_size": args.per_device_train_batch_size, "cores": len(CORES),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
             "versions": {name: getattr(sys.modules.get(name), "__version__", None)
@@ -595,7 +596,7 @@ def save_checkpoint(accelerator, optimizer, run):
 
 
 def checksum(path):
-    """The CRC-32 of a file, which is then safe on disk; 1 GB takes about a second."""
+    """The CRC-32 of a file, which is then safe on disk."""
     value = 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -640,7 +641,7 @@ def open_folder(run):
 if __name__ == "__main__":
     try:
         main()
-    except (RuntimeError, MemoryError) as problem:  # torch has a class for GPUs alone
+    except (RuntimeError, MemoryError) as problem:
         if not re.search("MemoryError|out of memory|allocate memory|bad_alloc", repr(problem)):
             raise
         fail(f"out of memory: python fit.py {Run.folder}/run.json tells what held how much")

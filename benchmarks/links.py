@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import slurm_cluster  # noqa: E402  in the folders above
 
-import report  # noqa: E402
+from reporting import comparing, links, page, prediction, records  # noqa: E402
 
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
@@ -34,7 +34,7 @@ TINY = ["train_bert_squad.py", "--model_name_or_path", "tests/data/tiny_bert", "
 WORKS = {"mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "20"],
          "bert": [*TINY, "--num_epochs", "8"]}
 COLUMNS = ["script", "link", "strategy", "gradient_accumulation_steps", "repeats", "spread",
-           "samples_per_second", "step_seconds", "predicted_step_seconds"]
+           "samples_per_second", "step_seconds", *prediction.PREDICTED]
 ACCUMULATED = {"bert-accumulated": [*TINY, "--gradient_accumulation_steps", "4",
                                     "--num_epochs", "45"]}
 
@@ -68,11 +68,11 @@ def train(cluster, nodes, folder, works, repeats, strategies):
 
 def predictions(folder, link):
     """The cells of one link on two nodes, with predicted steps, as a DataFrame."""
-    rows, _ = report.read_runs(folder)
-    cells = report.make_cells(pd.DataFrame(rows, columns=report.NAMES))
-    links = report.find_links(folder)
-    groups = [group.assign(predicted_step_seconds=report.predict_cells(group, links))
-              for _, group in cells.groupby(report.SAME_WORK, dropna=False, sort=False)]
+    rows, _ = records.read_runs(folder)
+    cells = comparing.make_cells(pd.DataFrame(rows, columns=records.NAMES))
+    found = links.find_links(folder)
+    groups = [group.join(prediction.predict_cells(group, found))
+              for _, group in cells.groupby(records.SAME_WORK, dropna=False, sort=False)]
     found = pd.concat(groups).assign(link=link)
     return found[found["predicted_step_seconds"].notna()]
 
@@ -113,14 +113,14 @@ def main():
     found[COLUMNS].to_csv(folder / "links.csv", index=False)
     miss = found["predicted_step_seconds"] / found["step_seconds"] - 1
     batches = found["gradient_accumulation_steps"].astype(int)
-    print(report.table({
+    print(page.table({
         "script": found["script"], "link": found["link"], "micro-batches": batches,
         "strategy": found["strategy"], "runs": found["repeats"],
-        "predicted ms": report.show(found["predicted_step_seconds"] * 1000, "{:.1f}"),
-        "measured ms": report.show(found["step_seconds"] * 1000, "{:.1f}"),
-        "repeats differ by": report.show(found["spread"], "{:.0%}"),
-        "samples/s": report.show(found["samples_per_second"], "{:,.0f}"),
-        "miss": report.show(miss, "{:+.0%}")}))
+        "predicted ms": page.show(found["predicted_step_seconds"] * 1000, "{:.1f}"),
+        "measured ms": page.show(found["step_seconds"] * 1000, "{:.1f}"),
+        "repeats differ by": page.show(found["spread"], "{:.0%}"),
+        "samples/s": page.show(found["samples_per_second"], "{:,.0f}"),
+        "miss": page.show(miss, "{:+.0%}")}))
     for name, cells in found.groupby(["script", "link", "gradient_accumulation_steps"], sort=False):
         print(*name, "measured:", order_of(cells, "step_seconds"), "predicted:",
               order_of(cells, "predicted_step_seconds"), "wrong:", wrong_orders(cells) or "none")

@@ -10,6 +10,7 @@ predicts step times.
 
 import argparse
 import json
+import math
 import os
 import platform
 import socket
@@ -19,12 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import accelerate
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from predict import bus_share, fit_line  # noqa: E402  in the folder above
 
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
@@ -122,6 +121,31 @@ def check(name, whole, part, rank, ranks, once):
         assert torch.equal(numbers, expected), f"{name} of {whole.numel() * 4} bytes is wrong"
 
 
+def bus_share(name, ranks):
+    """Of the whole tensor's bytes, how many the slowest link carries at least. Bus bandwidth counts
+    these bytes. It is the link's own, and hardly depends on the number of ranks:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(name)
+    return share * (ranks - 1) / ranks if share else 1
+
+
+def fit_line(points):
+    """The line seconds = latency + bytes / bandwidth through points (bytes on the bus, seconds):
+    {"latency_seconds", "bandwidth_bytes_per_second", "residual"}.
+
+    Least squares of errors relative to the time plus `noise`, the median of the smaller half: what
+    is small is known less well. The residual is the root mean square of these errors.
+    """
+    carried, seconds = numpy.array(points, float).T
+    noise = numpy.median(seconds[: max(1, len(seconds) // 2)])
+    slope, latency = numpy.polyfit(carried, seconds, 1, w=1 / (seconds + noise))
+    latency, slope = max(latency, 0.0), max(slope, 1e-15)  # noise can make them negative
+    errors = (latency + slope * carried - seconds) / (seconds + noise)
+    return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / slope),
+            "residual": math.sqrt((errors**2).mean())}
+
+
 def measure_all(state, say):
     """{collective: its line, its line in a row, and its times as [bytes, seconds, seconds in a
     row]}. Also `busy`: for how much of the largest all-reduce's time this rank's CPU worked on it.
@@ -176,7 +200,8 @@ def main():
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not gpu and 1 < node_size <= len(seen):  # each rank on cores of its own, as in training
-        os.sched_setaffinity(0, seen[local_rank::node_size])
+        share = len(seen) // node_size
+        os.sched_setaffinity(0, seen[local_rank * share :][:share])
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"

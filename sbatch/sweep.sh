@@ -4,8 +4,8 @@
 #   sbatch/sweep.sh --dry_run
 #       lists the jobs and the GPU-hours that they may take, and submits nothing
 #   sbatch/sweep.sh train_bert_squad.py --num_epochs 2
-#       submits the jobs, and a last job that makes the report
-#   sbatch/sweep.sh --local --repeats 2 train_mnist_rnn.py --dataset digits
+#       prints their sum, and submits the jobs, and a last job that makes the report
+#   sbatch/sweep.sh --local train_mnist_rnn.py --dataset digits
 #       runs them here without Slurm, one after the other
 # Options, before the script (default: train_bert_squad.py with its defaults):
 #   --strategies "ddp fsdp"   default "baseline dp ddp fsdp zero2 zero3"; a baseline is one device,
@@ -13,8 +13,9 @@
 #   --shapes "1x2 2x1"        nodes x GPUs per node; default "1x1 1x2 2x1 2x2", with --local
 #                             "1x1 1x2". 1x1 is each strategy on one device, from which the report
 #                             predicts the other shapes
-#   --repeats N               of each cell of the matrix; default 5
+#   --repeats N               of each cell of the matrix; default 2. A report should have 5
 #   --minutes N               time limit of each job; default 60
+#   --yes                     do not ask before submitting more than 20 GPU-hours
 #   --global_batch_size N     the same for all shapes (strong scaling); without it, the batch per
 #                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
@@ -38,13 +39,14 @@ site() { # a function, as conda would take the arguments of this script for its 
 }
 site || fail "sbatch/site.sh ended with an error"
 set -u
-strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=5 minutes=60
-global_batch='' dry_run='' local=''
+strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=2 minutes=60
+global_batch='' dry_run='' local='' yes=''
 folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
 while [ $# -gt 0 ]; do
     case $1 in
         --dry_run) dry_run=1 ;;
         --local) local=1 ;;
+        --yes) yes=1 ;;
         --help | -h) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
         --strategies | --shapes | --repeats | --minutes | --global_batch_size | --output_dir)
             [ $# -gt 1 ] || fail "$1 needs a value"
@@ -71,7 +73,8 @@ script=${1:-train_bert_squad.py}
 # With a fixed global batch, one device has another batch than each of several.
 one=$([ -n "$global_batch" ] || echo 1x1)
 shapes=${shapes:-$one $([ -n "$local" ] && echo 1x2 || echo 1x2 2x1 2x2)}
-gres=${SWEEP_GRES:-gpu}
+gres=${SWEEP_GRES:-gpu} unit=GPU
+[ "$gres" != none ] || unit=core
 
 # ------------------------------------------------------------------ the matrix: a line for each run
 
@@ -109,13 +112,18 @@ done; done
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
         IFS=, read -r run _ nodes gpus _ at_most <<<"$cell"
-        echo "$run: $nodes node(s) x $gpus GPU(s), at most $at_most minutes"
+        echo "$run: $nodes node(s) x $gpus $unit(s), at most $at_most minutes"
     done
     echo "$runs runs of $script $*"
-    [ -n "$local" ] ||
-        echo "at most $((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60)) GPU-hours," \
-            "if every job took all its time"
-    exit
+fi
+hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
+sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours" # one job makes the report
+[ -n "$local" ] || echo "$sum, if every job took all its time"
+[ -z "$dry_run" ] || exit 0
+if [ -z "$local$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
+    [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
+    read -rp "submit them? [y/N] " answer
+    [[ $answer = [yY]* ]] || fail "nothing was submitted"
 fi
 
 # ----------------------------------------------------------------------------- run them, and report
@@ -138,7 +146,8 @@ for cell in "${cells[@]}"; do
     fi
     if [ -n "$local" ]; then
         echo "$(date +%T) $run; its output goes to $folder/$run.log"
-        # One thread per device, also for the baseline, which would else use all cores.
+        # One thread per device, also if your shell has another number, which accelerate would take:
+        # with more, the processes of a shape could share cores that a baseline has for itself.
         environment=(OMP_NUM_THREADS=1) processes=$gpus
         if [ "$strategy" = dp ]; then # one process, which uses all GPUs that it sees
             seen=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
@@ -159,7 +168,7 @@ for cell in "${cells[@]}"; do
         [ "$strategy" = check ] || echo "${cell%,*},$job" >>"$folder/sweep.csv"
     fi
 done
-report=(python report.py "$folder" --output_dir "$folder")
+report=(python report.py "$folder")
 if [ -n "$local" ]; then
     "${report[@]}" >"$folder/report.log" && tail -n 1 "$folder/report.log"
 else

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import fit  # noqa: E402  its formulas of memory
+import fit  # noqa: E402
+from reporting import memory  # noqa: E402
 
 # The code of this file can be tried without a GPU: a tiny model, few YAMLs, and no claim of a GPU.
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"
@@ -253,7 +254,7 @@ def check_memory(checks):
             continue
         recomputes = run["activation_checkpointing"]
         windows = run["per_device_batch_size"], run["workload"]["sequence_length"]
-        said = fit.memory_of(yaml, sizes, *windows, 1, precision, recomputes)["total"] / 1e6
+        said = memory.memory_of(yaml, sizes, *windows, 1, precision, recomputes)["total"] / 1e6
         peak = run["ranks"][0]["peak_memory_mb"]
         name = f"{yaml} {precision}{', recomputing' * recomputes}"
         checks.add(f"peak memory, {name}", f"{peak:,.0f} MB, by formula {said:,.0f}: ratio "

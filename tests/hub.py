@@ -1,6 +1,5 @@
-"""A Hugging Face Hub on this machine, over real HTTP: just what transformers and datasets ask of it to download.
-
-Its folder holds repositories as NAME/ for models and datasets/NAME/ for data sets.
+"""A Hugging Face Hub on this machine, over real HTTP: what transformers and datasets ask of it to
+download. Its folder holds repositories as NAME/ for models and datasets/NAME/ for data sets.
 """
 
 import contextlib
@@ -33,7 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             file = self.root / repo / file.split("/", 1)[1]
             if file.is_file():
                 body = file.read_bytes()
-                return self.answer(body, ETag=f'"{hashlib.sha1(body).hexdigest()}"', X_Repo_Commit=COMMIT)
+                tag = f'"{hashlib.sha1(body).hexdigest()}"'
+                return self.answer(body, ETag=tag, X_Repo_Commit=COMMIT)
             return self.answer(b"", 404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
         parts = path.split("/")  # api, models or datasets, owner, name, and what about it
         kind, name, request = "".join(parts[1:2]), "/".join(parts[2:4]), parts[4:5]
@@ -43,13 +43,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         folder = repo / "/".join(parts[6:]) if request == ["tree"] else repo
         if request == ["tree"] and not folder.is_dir():
             return self.answer(b"", 404, X_Error_Code="EntryNotFound")
-        found = sorted(folder.rglob("*") if request != ["tree"] or "recursive=true" in self.path else folder.iterdir())
+        deep = request != ["tree"] or "recursive=true" in self.path
+        found = sorted(folder.rglob("*") if deep else folder.iterdir())
         if request == ["tree"]:
-            return self.answer([{"type": "file" if path.is_file() else "directory", "path": str(path.relative_to(repo)),
-                                 "size": path.stat().st_size, "oid": COMMIT} for path in found])  # fmt: skip
+            return self.answer([{"path": str(path.relative_to(repo)), "oid": COMMIT,
+                                 "type": "file" if path.is_file() else "directory",
+                                 "size": path.stat().st_size} for path in found])
         names = [{"rfilename": str(path.relative_to(repo))} for path in found if path.is_file()]
-        return self.answer({"id": name, "sha": COMMIT, "siblings": names, "tags": [], "private": False, "gated": False,
-                            "disabled": False, "downloads": 0, "likes": 0})  # fmt: skip
+        return self.answer({
+            "id": name, "sha": COMMIT, "siblings": names, "tags": [], "private": False,
+            "gated": False, "disabled": False, "downloads": 0, "likes": 0})
 
     do_HEAD = do_GET
 
@@ -60,7 +63,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def serve(root):
     """The address of a Hub with the repositories in `root`, for HF_ENDPOINT."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (Handler,), {"root": root}))
+    handler = type("Hub", (Handler,), {"root": root})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

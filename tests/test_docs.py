@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from conftest import ROOT, STRATEGIES, run, table_of
 from transformers import BertConfig, BertForQuestionAnswering
 
-import predict
-import report
+from reporting import links, memory, prediction
 
 TEXT = (ROOT / "docs" / "strategies.md").read_text()
 WORDS = " ".join(TEXT.split())  # however the lines are broken
@@ -49,24 +48,25 @@ def test_the_worked_example_is_what_report_py_says():
     for strategy, *cells in rows:
         for title, cell in zip(header[1:], cells, strict=True):
             kind, devices = title.split(", ")
-            function = report.bytes_held if kind == "held" else report.bytes_sent
+            function = memory.bytes_held if kind == "held" else links.bytes_sent
             value = function(strategy, parameters, int(devices))
             nothing = value is None or strategy == "baseline" and devices != "1"
             assert cell == ("" if nothing else f"{value / 1e6:.0f}"), f"{strategy}, {title}"
-    activations = report.bytes_of_activations(
+    activations = memory.bytes_of_activations(
         4 * 384, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
     assert f"keeps {activations / 1e6:.0f} MB of activations" in WORDS
     for strategy in ("ddp", "fsdp"):
-        whole = (report.bytes_held(strategy, parameters, 8) + activations) / 1e6
+        whole = (memory.bytes_held(strategy, parameters, 8) + activations) / 1e6
         assert f"{whole:.0f} MB under {strategy.upper()}" in WORDS
     assert f"× {4 * parameters / 1e6:.0f} MB" in WORDS
 
 
 def test_what_berts_last_bucket_holds():
     """And how many collectives a step has."""
-    parts = predict.parts_of("bert", count_parameters(), 12, 768, 3072)
-    tensors, mib = predict.backward_tensors(parts), 2**20
-    buckets = predict.fill_buckets([4 * size for size, _ in tensors], 25 * mib, first=mib)
+    parts = prediction.parts_of({"parameters": count_parameters(), "layers": 12, "hidden_size": 768,
+                                 "intermediate_size": 3072, "positions": 512, "tensors": None})
+    tensors, mib = prediction.backward_tensors(parts), 2**20
+    buckets = prediction.fill_buckets([4 * size for size, _ in tensors], 25 * mib, first=mib)
     embeddings, layer = sum(parts.words + parts.others), sum(parts.layers[0])
     last = [tensors[index] for index in buckets[-1]]
     in_layer = sum(size for size, _ in last) - embeddings
@@ -76,11 +76,11 @@ def test_what_berts_last_bucket_holds():
     assert (f"it holds {whole:.0f} MiB of {of_all:.0f} MiB of gradients, about a quarter. "
             f"{4 * embeddings / mib:.0f} MiB are the gradients of the embeddings. "
             f"The other {4 * in_layer / mib:.0f} MiB are two thirds of layer 0.") in WORDS
-    calls = {name: len(predict.calls_of(predict.steps_of(name, parts, 4)))
+    calls = {name: len(prediction.calls_of(prediction.steps_of(name, parts, 4)))
              for name in ("ddp", "fsdp")}
     cells = {row[0].lower(): int(row[1]) for row in table("strategy | collectives")[1:3]}
     assert cells == calls and f"an all-reduce of each of {len(buckets)} buckets" in WORDS
-    units = [call.bytes for call in predict.calls_of(predict.steps_of("fsdp", parts, 4))
+    units = [call.bytes for call in prediction.calls_of(prediction.steps_of("fsdp", parts, 4))
              if call.name == "reduce_scatter"]
     assert f"With accelerate 1.15, BERT-base has {len(units)} units" in WORDS
     assert f"reduce-scatters of {len(units)} units" in WORDS
@@ -101,8 +101,8 @@ def test_the_formulas_are_those_of_report_py(parameters):
         for n in (2, 8):
             names = {"P": parameters, "n": n, "g": max(1, 2 - 30e6 / parameters)}
             expected = [function(strategy, parameters, n, **settings) for function, settings in (
-                (report.bytes_held, {}), (report.bytes_sent, {}),
-                (report.bytes_sent, {"gloo": True}))]
+                (memory.bytes_held, {}), (links.bytes_sent, {}),
+                (links.bytes_sent, {"gloo": True}))]
             for cell, value in zip(cells, expected, strict=True):
                 formula = cell.split(", on")[0].replace("×", "*").replace("−", "-")
                 formula = re.sub(r"(?<=\d) ?P", "*P", formula).replace("P (", "P*(")

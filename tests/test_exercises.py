@@ -20,74 +20,40 @@ import check_ex10  # noqa: E402
 import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
-LAB, SOLUTIONS = ROOT / "docs" / "lab", ROOT / "tests" / "exercises"
-DDP, ACCELERATED, MENDED = ((SOLUTIONS / f"{name}.py").read_text()
-                            for name in ("ddp", "accelerated", "mended"))  # fmt: skip
+LAB = ROOT / "docs" / "lab"
+DDP, ACCELERATED, MENDED = ((ROOT / "tests" / "exercises" / f"{name}.py").read_text()
+                            for name in ("ddp", "accelerated", "mended"))
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
-TRAIN_ALONE = {
-    "each sample is used once in an epoch",
-    "a step takes 64 samples from both ranks together",
-    "each epoch prints one line",
-    "one rank saves the weights",
-}
 
-# What a checker says about a right solution with one fault: the fault's (old, new) text, and the
-# points that are then wrong.
+# A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
 FAULTS_9 = {
-    "no sampler": (
-        [("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")],
-        {"each sample is used once in an epoch"}),
-    "no set_epoch": (
-        [("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")],
-        {"each epoch has another order"}),
-    "global batch of 128": (
-        [("BATCH_SIZE // world_size", "BATCH_SIZE")],
-        {"a step takes 64 samples from both ranks together"}),
-    "no DDP": (
-        [("    model = DistributedDataParallel(model)\n", ""), ("model.module", "model")],
-        {"both ranks end with the same weights"}),
-    "loss of rank 0": (
-        [(MEAN, ""), (" / len(train_loader) / world_size", " / len(train_loader)")],
-        {"the loss is the mean over both ranks"}),
-    "sum of the losses": (
-        [(" / len(train_loader) / world_size", " / len(train_loader)")],
-        {"the loss is the mean over both ranks"}),
-    "printed by all": (
-        [("if rank == 0:\n            # Without", "if True:\n            # Without")],
-        {"each epoch prints one line"}),
-    "saved by all": (
-        [("    if rank == 0:\n        torch.save(", "    if True:\n        torch.save(")],
-        {"one rank saves the weights"}),
-    "saved by none": (
-        [("    if rank == 0:\n        torch.save(", "    if rank == 2:\n        torch.save(")],
-        {"one rank saves the weights"}),
-    "the wrapper's keys": (
-        [("torch.save(model.module.", "torch.save(model.")],
-        {"the plain model can load the weights"}),
-    "another learning rate": (
-        [("lr=0.05", "lr=0.1")],
-        {"the training is that of single.py"}),
-    "another order": (
-        [("seed=SEED", "seed=SEED + 1")],
-        {"the training is that of single.py"}),
-    "sum of the gradients": (
-        [("            optimizer.step()\n", "            for weight in model.parameters():\n"
-          "                weight.grad *= world_size\n            optimizer.step()\n")],
-        {"the training is that of single.py"}),
-}  # fmt: skip
+    "each sample is used once in an epoch": [
+        ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")],
+    "each epoch has another order": [
+        ("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")],
+    "a step takes 64 samples from both ranks together": [
+        ("BATCH_SIZE // world_size", "BATCH_SIZE")],
+    "both ranks end with the same weights": [
+        ("    model = DistributedDataParallel(model)\n", ""), ("model.module", "model")],
+    "the loss is the mean over both ranks": [
+        (MEAN, ""), (" / len(train_loader) / world_size", " / len(train_loader)")],
+    "each epoch prints one line": [
+        ("if rank == 0:\n            # Without", "if True:\n            # Without")],
+    "one rank saves the weights": [
+        ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")],
+    "the plain model can load the weights": [("torch.save(model.module.", "torch.save(model.")],
+    "the training is that of single.py": [("lr=0.05", "lr=0.1")],
+}
 FAULTS_10 = {
-    "the order": (
-        [("        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n", "")],
-        {"each epoch has another order"}),
-    "the loss": (
-        [(MEAN, ""), (" / len(loader) / world_size", " / len(loader)")],
-        {"the loss is that of all samples"}),
-    "the checkpoint": (
-        [("        if rank == 0:\n            torch.save(", "        torch.save("),
-         ("            say(f\"epoch {epoch}: rank", "        say(f\"epoch {epoch}: rank")],
-        {"one rank saves the checkpoint"}),
-}  # fmt: skip
+    "each epoch has another order": [
+        ("        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n", "")],
+    "the loss is that of all samples": [
+        (MEAN, ""), (" / len(loader) / world_size", " / len(loader)")],
+    "one rank saves the checkpoint": [
+        ("        if rank == 0:\n            torch.save(", "        torch.save("),
+        ("            say(f\"epoch {epoch}: rank", "        say(f\"epoch {epoch}: rank")],
+}
 
 
 def changed(text, changes):
@@ -117,60 +83,44 @@ def judged(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["check", str(script), *flags])
         single = LAB / "single.py" if checker is check_ex9 else None
         code, printed = watch.check(checker.judge, single), capsys.readouterr().out
-        return code, printed, set(re.findall(r"^WRONG  (.*?)(?::|$)", printed, re.M))
+        for page, place in re.findall(r"See (\S+\.md)#?([\w-]*)", printed):
+            headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
+            assert not place or place in map(anchor, headings), f"{page}#{place}"
+        return code, printed, re.findall(r"^WRONG  (.*?)(?::|$)", printed, re.M)
 
     return run
 
 
-@pytest.mark.parametrize("name", FAULTS_9)
-def test_exercise_9_names(name, judged):
-    changes, wrong = FAULTS_9[name]
-    code, printed, found = judged(check_ex9, changed(DDP, changes))
-    assert (code, found) == (1, wrong), printed
-
-
-@pytest.mark.parametrize("name", FAULTS_10)
-def test_exercise_10_names(name, judged):
-    changes, wrong = FAULTS_10[name]
-    code, printed, found = judged(check_ex10, changed(MENDED, changes))
-    assert (code, found) == (1, wrong), printed
+@pytest.mark.parametrize("checker, right, faults, point", [
+    *((check_ex9, DDP, FAULTS_9, point) for point in FAULTS_9),
+    *((check_ex10, MENDED, FAULTS_10, point) for point in FAULTS_10)])
+def test_each_fault_is_named(checker, right, faults, point, judged):
+    code, printed, wrong = judged(checker, changed(right, faults[point]))
+    assert (code, wrong) == (1, [point]), printed
 
 
 def test_the_faulty_script_is_the_mended_one_with_these_faults():
-    text = changed(MENDED, [change for changes, _ in FAULTS_10.values() for change in changes])
+    text = changed(MENDED, sum(FAULTS_10.values(), []))
     assert text.split('"""\n', 1)[1] == (LAB / "faulty.py").read_text().split('"""\n', 1)[1]
 
 
 def test_processes_that_train_alone(judged):
     """Accelerate looks for GPUs, and finds none. It makes a process group and does not use it."""
     change = ("Accelerator(cpu=not torch.cuda.is_available())", "Accelerator()")
-    code, printed, found = judged(check_ex9, changed(ACCELERATED, [change]))
-    assert (code, found) == (1, TRAIN_ALONE) and "cpu=True" in printed, printed
+    code, printed, wrong = judged(check_ex9, changed(ACCELERATED, [change]))
+    assert code == 1 and "cpu=True" in printed and len(wrong) == 4, printed
+    assert {*list(FAULTS_9)[:1], "each epoch prints one line"} < set(wrong), printed
 
 
-def test_errors_and_hangs(judged):
-    """They end with a line that says where."""
-    number = DDP[: DDP.index("dist.destroy")].count("\n") + 1
-    wrong = changed(DDP, [("dist.destroy_process_group()", "model.save()")])
-    code, printed, _ = judged(check_ex9, wrong)
-    assert code == 1 and "runs to its end" in printed
-    assert f"ended in line {number}: AttributeError" in printed, printed
-    wrong = changed(DDP, [(MEAN, ""), ("        if rank == 0:\n            #",
-                                       "        if rank == 0:\n            dist.all_reduce(total)\n"
-                                       "            #")])  # fmt: skip
-    code, printed, _ = judged(check_ex9, wrong, "--seconds", "8")  # gloo aborts, or all wait
-    assert code == 1 and re.search(r"rank \d .* in line \d", printed), printed
-    wrong = changed(DDP, [("dist.destroy_process_group()", "while rank == 0: pass")])
-    code, printed, _ = judged(check_ex9, wrong, "--seconds", "8")
-    assert code == 1 and f"rank 0 still waits in line {number} after 8 s" in printed, printed
-
-
-def test_the_places_that_the_checkers_name_exist():
-    for checker in (check_ex9, check_ex10):
-        text = "".join(re.split(r'"\n +f?"', Path(checker.__file__).read_text()))
-        for page, heading in re.findall(r"(docs/[\w./-]+\.md)(?:#([\w-]+))?", text):
-            headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
-            assert not heading or heading in map(anchor, headings), f"{page}#{heading}"
+@pytest.mark.parametrize("fault, said", [
+    ("sampler.save()", "rank 0 ended in line {}: AttributeError"),
+    ("while True: pass", "rank 0 still waits in line {} after 5 s")])
+def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
+    place = "    torch.manual_seed(SEED)"
+    number = DDP[: DDP.index(place)].count("\n") + 1
+    text = changed(DDP, [(place, f"    {fault}\n{place}")])
+    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
+    assert code == 1 and "runs to its end" in printed and said.format(number) in printed, printed
 
 
 def start(command, folder):
@@ -186,7 +136,8 @@ def start(command, folder):
 @pytest.mark.parametrize("page", ["09-by-hand", "10-faults"])
 def test_page(page, tmp_path, judged):
     """All commands, in order. The files that a student changes become right ones before the blocks
-    in which nothing is wrong any more. Exercise 9's last two checks start the ranks themselves.
+    in which nothing is wrong any more. The checker itself starts ranks once with accelerate, and
+    once with torchrun.
     """
     for name in ("accelerate_configs", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -199,7 +150,7 @@ def test_page(page, tmp_path, judged):
         for command in commands.splitlines():
             if re.match("accelerate launch|torchrun .* --nproc_per_node 2", command):
                 code, text = start(command, tmp_path)
-            elif "check_ex10" in command or "check_ex9" in command and wrong:
+            elif "check_ex" in command and (wrong or "my_ddp.py" in command):
                 checker = check_ex10 if "check_ex10" in command else check_ex9
                 code, text, _ = judged(checker, (tmp_path / command.split()[-1]).read_text())
             else:

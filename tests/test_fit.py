@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fit
 import train_bert_squad
+from reporting import memory
 
 SHAPES = [  # batch, width, hidden size, intermediate size, layers
     (4, 72, 128, 256, 3), (8, 128, 128, 512, 6), (3, 96, 192, 192, 4), (16, 64, 64, 256, 12),
@@ -81,15 +82,15 @@ def test_activations_are_what_autograd_keeps(dtype, shape):
     """With and without activation checkpointing, and what one layer adds that is computed again."""
     batch, width, hidden, inner, layers = shape
     tokens, sizes = batch * width, (layers, hidden, inner, dtype)
-    outside = fit.bytes_outside_layers(tokens, hidden, dtype)
+    outside = memory.bytes_outside_layers(tokens, hidden, dtype)
     model, inputs = make_bert(shape, dtype)
     assert batch * width not in (hidden, inner), "or a weight could not be told from an activation"
     kept, copies = count_kept(model, lambda: forward(model, inputs, dtype))
-    formula = fit.bytes_of_activations(tokens, *sizes) + outside
+    formula = memory.bytes_of_activations(tokens, *sizes) + outside
     assert kept == pytest.approx(formula, rel=0.1)
-    model_sizes = dict(zip(fit.SIZES, (layers, hidden, inner, 344, 512, 2), strict=True))
+    model_sizes = dict(zip(memory.SIZES, (layers, hidden, inner, 344, 512, 2), strict=True))
     if dtype == "autocast":
-        assert copies == fit.bytes_of_buffers("ddp", model_sizes, 2, "bf16")[0]
+        assert copies == memory.bytes_of_buffers("ddp", model_sizes, 2, "bf16")[0]
 
     layer = model.bert.encoder.layer[0]
     entry = torch.randn(batch, width, hidden, requires_grad=True,
@@ -101,7 +102,7 @@ def test_activations_are_what_autograd_keeps(dtype, shape):
     again -= 0 if dtype == "autocast" else entry.nbytes
     model, inputs = make_bert(shape, dtype, checkpointing=True)
     kept_again, _ = count_kept(model, lambda: forward(model, inputs, dtype))
-    formula_again = fit.bytes_of_activations(tokens, *sizes, True) + outside
+    formula_again = memory.bytes_of_activations(tokens, *sizes, True) + outside
     assert kept_again + again == pytest.approx(formula_again, rel=0.1)
     assert kept_again < 0.4 * kept
     ratios = kept / formula, (kept_again + again) / formula_again
@@ -116,8 +117,8 @@ def test_dropout_keeps_a_mask_of_every_element():
         model, inputs = make_bert(shape, dropout=dropout)
         kept.append(count_kept(model, lambda m=model, i=inputs: forward(m, i, "no"))[0])
     tokens = batch * width
-    masks = [fit.bytes_of_activations(tokens, layers, hidden, inner, dropout=dropout)
-             + fit.bytes_outside_layers(tokens, hidden, dropout=dropout)
+    masks = [memory.bytes_of_activations(tokens, layers, hidden, inner, dropout=dropout)
+             + memory.bytes_outside_layers(tokens, hidden, dropout=dropout)
              for dropout in (False, True)]  # fmt: skip
     assert kept[1] - kept[0] == 4 * (masks[1] - masks[0]) == 4 * tokens * hidden * (2 * layers + 1)
 
@@ -167,10 +168,10 @@ def compare_peak(shape, precision, checkpointing, accumulation=1, rows=344):
     """A second micro-batch finds all gradients there, as DDP does: then DDP's total holds."""
     batch, width, hidden, inner, layers = shape
     yaml = "baseline" if accumulation == 1 else "ddp"
-    dtype = fit.compute_dtype(yaml, precision)
+    dtype = memory.compute_dtype(yaml, precision)
     peak = count_peak(shape, dtype, checkpointing, accumulation, rows)
-    sizes = dict(zip(fit.SIZES, (layers, hidden, inner, rows, 512, 2), strict=True))
-    total = fit.memory_of(yaml, sizes, batch, width, 1, precision, checkpointing)["total"]
+    sizes = dict(zip(memory.SIZES, (layers, hidden, inner, rows, 512, 2), strict=True))
+    total = memory.memory_of(yaml, sizes, batch, width, 1, precision, checkpointing)["total"]
     print(f"{shape}, {precision}, checkpointing {checkpointing}, accumulation {accumulation}: "
           f"{peak / 1e6:.1f} / {total / 1e6:.1f} MB = {peak / total:.3f}")
     assert peak == pytest.approx(total, rel=0.1)
@@ -209,14 +210,14 @@ HELD = {  # bytes a parameter of parameters, gradients, states and host, as coun
 
 @pytest.mark.parametrize("strategy, precision", HELD)
 def test_bytes_held_by_hand(strategy, precision):
-    parts = fit.bytes_of_parts(strategy, 1000, 2, precision)
+    parts = memory.bytes_of_parts(strategy, 1000, 2, precision)
     assert tuple(parts.values()) == tuple(1000 * size for size in HELD[strategy, precision])
-    assert fit.bytes_held(strategy, 1000, 2, precision) == 1000 * sum(HELD[strategy, precision])
-    assert fit.bytes_held("torch", 1000, 2) is None
+    assert memory.bytes_held(strategy, 1000, 2, precision) == 1000 * sum(HELD[strategy, precision])
+    assert memory.bytes_held("torch", 1000, 2) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", sorted(set(fit.PLACES) - {"baseline", "dp"}))
+@pytest.mark.parametrize("strategy", sorted(set(memory.PLACES) - {"baseline", "dp"}))
 def test_bytes_held_as_counted(strategy, tmp_path, precision="bf16"):
     """What both ranks of a run hold after a backward pass: part by part, or on the host in all. In
     fp32 test_bert.py and test_ladder.py count it.
@@ -226,7 +227,7 @@ def test_bytes_held_as_counted(strategy, tmp_path, precision="bf16"):
            env={"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"})  # fmt: skip
     for rank in (0, 1):
         held = json.loads((tmp_path / f"bytes_{rank}.json").read_text())
-        parts = fit.bytes_of_parts(strategy, sum(held["sizes"]), 2, precision)
+        parts = memory.bytes_of_parts(strategy, sum(held["sizes"]), 2, precision)
         # Gradients: both ranks hold the one that the border between them cuts through.
         share = 2 * max(held["sizes"]) / sum(held["sizes"])
         cut = share * parts["gradients"] if strategy in ("zero1", "zero2") else 0
@@ -245,7 +246,7 @@ def test_parameters_are_torchs(name, known):
     with torch.device("meta"):
         model = transformers.BertForQuestionAnswering(transformers.BertConfig(
             **sizes, num_attention_heads=sizes["hidden_size"] // 64))  # fmt: skip
-    total, embeddings, layer, weights = fit.count_parameters(sizes)
+    total, embeddings, layer, weights = memory.count_parameters(sizes)
     count = {"all": 0, "embeddings": 0, "layer.0.": 0, "linear": 0}
     for module_name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -267,52 +268,52 @@ def test_a_total_by_hand():
     psi, tokens = 108_893_186, 1536
     activations = tokens * (12 * 64 + 8 + 20) * 768
     base = fit.MODELS["bert-base"]
-    assert fit.memory_of("ddp", base, 4, 384, 2)["total"] == 16 * psi + activations
-    zero3 = fit.memory_of("zero3", base, 4, 384, 2)
+    assert memory.memory_of("ddp", base, 4, 384, 2)["total"] == 16 * psi + activations
+    zero3 = memory.memory_of("zero3", base, 4, 384, 2)
     assert zero3["total"] == 10 * psi + 4 * 40_000_000 + activations
     # Others have no gradients yet when all activations are there.
-    assert fit.memory_of("baseline", base, 4, 384, 2)["total"] == 12 * psi + activations
-    held = fit.memory_of("zero2", base, 4, 384, 2)
+    assert memory.memory_of("baseline", base, 4, 384, 2)["total"] == 12 * psi + activations
+    held = memory.memory_of("zero2", base, 4, 384, 2)
     assert held["total"] == 10 * psi + 2 * 4 * 10_000_000 + activations
     assert held["activations"] == activations == 938_999_808
     layer, embeddings = 7_087_872, 23_837_184
-    held = fit.memory_of("fsdp_keep", base, 4, 384, 2, "bf16")
+    held = memory.memory_of("fsdp_keep", base, 4, 384, 2, "bf16")
     in_bf16 = tokens * (12 * 32 + 4 + 10) * 768
     assert held["total"] == 6 * psi + 2 * (psi + 2 * layer) + in_bf16
     # Where a layer is recomputed, the peak is at the first layer: only the embeddings have no
     # gradients yet. FSDP has them gathered, and three times a layer.
     again = tokens * 2 * (64 + 8 + 20) * 768
-    total = fit.memory_of("baseline", base, 8, 384, 1, "no", True)["total"]
+    total = memory.memory_of("baseline", base, 8, 384, 1, "no", True)["total"]
     assert total == pytest.approx(16 * psi - 4 * embeddings + again)
-    total = fit.memory_of("fsdp", base, 8, 384, 2, "no", True)["total"]
+    total = memory.memory_of("fsdp", base, 8, 384, 2, "no", True)["total"]
     assert total == pytest.approx(8 * psi + 2 * embeddings + 12 * layer + again)
     # Under autocast as well, with the copies of one layer. DDP's peak is before, with all copies.
     linear, window = layer - 9 * 768 - 3072, 384 * 768  # without biases and normalisations
-    total = fit.memory_of("baseline", base, 8, 384, 1, "bf16", True)["total"]
+    total = memory.memory_of("baseline", base, 8, 384, 1, "bf16", True)["total"]
     one = 2 * (linear + 2 * 768 / 12) + 8 * window * (24 + 16 + 6 + 10)
     assert total == pytest.approx(16 * psi - 4 * embeddings + one)
-    total = fit.memory_of("ddp", base, 1, 384, 2, "bf16", True)["total"]
+    total = memory.memory_of("ddp", base, 1, 384, 2, "bf16", True)["total"]
     assert total == 16 * psi + 2 * (12 * linear + 2 * 768) + window * (12 * 4 + 6)
     # With hardly an activation, the gradients, the embeddings or the copies in ZeRO's step are.
-    assert fit.memory_of("baseline", base, 1, 1, 2, "bf16", True)["total"] == 16 * psi
-    assert fit.memory_of("fsdp", base, 1, 1, 2, "bf16")["total"] == 8 * psi + 6 * embeddings
-    assert fit.memory_of("zero2", base, 1, 1, 2, "bf16")["total"] == (2 + 7 + 3) * psi
-    assert fit.memory_of("zero2_offload", base, 1, 1, 2, "bf16")["host"] == (8 + 1) * psi
-    assert fit.memory_of("zero3_offload", base, 1, 1, 2)["host"] == (10 + 2) * psi
+    assert memory.memory_of("baseline", base, 1, 1, 2, "bf16", True)["total"] == 16 * psi
+    assert memory.memory_of("fsdp", base, 1, 1, 2, "bf16")["total"] == 8 * psi + 6 * embeddings
+    assert memory.memory_of("zero2", base, 1, 1, 2, "bf16")["total"] == (2 + 7 + 3) * psi
+    assert memory.memory_of("zero2_offload", base, 1, 1, 2, "bf16")["host"] == (8 + 1) * psi
+    assert memory.memory_of("zero3_offload", base, 1, 1, 2)["host"] == (10 + 2) * psi
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("memory", ["500MB", "2GB", "16GB", "80GiB"])
-def test_the_largest_micro_batch_is_the_last_that_fits(memory, precision):
-    size, base = fit.read_memory(memory), fit.MODELS["bert-base"]
-    for strategy in fit.PLACES:
+@pytest.mark.parametrize("device", ["500MB", "2GB", "16GB", "80GiB"])
+def test_the_largest_micro_batch_is_the_last_that_fits(device, precision):
+    size, base = fit.read_memory(device), fit.MODELS["bert-base"]
+    for strategy in memory.PLACES:
         batches = []
         for checkpointing in (False, True):
             rest = 384, 4, precision, checkpointing, True
-            batches.append(fit.largest_batch(size, strategy, base, *rest))
-            assert batches[-1] == 0 or fit.memory_of(
+            batches.append(memory.largest_batch(size, strategy, base, *rest))
+            assert batches[-1] == 0 or memory.memory_of(
                 strategy, base, batches[-1], *rest)["total"] <= size  # fmt: skip
-            assert fit.memory_of(strategy, base, batches[-1] + 1, *rest)["total"] > size
+            assert memory.memory_of(strategy, base, batches[-1] + 1, *rest)["total"] > size
         assert batches[0] < batches[1] or batches[1] == 0 or size < 3e9
 
 
@@ -320,8 +321,8 @@ def test_the_largest_micro_batch_is_the_last_that_fits(memory, precision):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_total_is_more_than_its_parts(batch, precision, checkpointing):
-    for strategy in fit.PLACES:
-        held = fit.memory_of(strategy, fit.MODELS["bert-base"], batch, 384, 2, precision,
+    for strategy in memory.PLACES:
+        held = memory.memory_of(strategy, fit.MODELS["bert-base"], batch, 384, 2, precision,
                              checkpointing)  # fmt: skip
         parts = sum(held[name] for name in ("parameters", "gradients", "states", "buffers",
                                             "activations"))  # fmt: skip
@@ -335,10 +336,10 @@ def test_no_total_is_more_than_its_parts(batch, precision, checkpointing):
 def test_every_rung_frees_memory():
     """From DDP on, of a large model on many devices."""
     ladder = ["ddp", "zero2", "fsdp", "fsdp_offload"]
-    totals = [fit.memory_of(name, fit.MODELS["bert-large"], 4, 384, 8)["total"] for name in ladder]
+    totals = [memory.memory_of(name, fit.MODELS["bert-large"], 4, 384, 8)["total"] for name in ladder]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
     for name in ("zero2", "zero3"):
-        before, after = (fit.memory_of(yaml, fit.MODELS["bert-large"], 4, 384, 8)
+        before, after = (memory.memory_of(yaml, fit.MODELS["bert-large"], 4, 384, 8)
                          for yaml in (name, f"{name}_offload"))  # fmt: skip
         assert after["total"] < before["total"] and after["host"] > before["host"] == 0
 
@@ -360,7 +361,7 @@ def test_the_table_has_a_row_for_every_yaml():
     rows, out = table_of("1800MB", "--mixed_precision", "bf16", "--num_processes", "8")
     assert rows["ddp"]["fits"] == "no" and rows["fsdp"]["fits"] == "yes"
     assert rows["ddp"]["batch"] == "0" and rows["dp"]["fits"] == "-" and "refuse it" in out
-    held = fit.memory_of("zero2_offload", fit.MODELS["bert-base"], 4, 384, 8, "bf16", False, True)
+    held = memory.memory_of("zero2_offload", fit.MODELS["bert-base"], 4, 384, 8, "bf16", False, True)
     assert int(rows["zero2_offload"]["host"].replace(",", "")) == -(-held["host"] // 1e6)
     assert max(map(len, out.splitlines())) <= 110
     again, _ = table_of("1800MB", "--mixed_precision", "bf16", "--num_processes", "8",
@@ -419,8 +420,8 @@ def test_a_config_is_read_with_transformers_defaults(tmp_path):
 def test_the_settings_are_those_of_the_jsons():
     for path in (ROOT / "accelerate_configs").glob("*.json"):
         zero = json.loads(path.read_text())["zero_optimization"]
-        assert zero["reduce_bucket_size"] == fit.BUCKET
-        assert zero.get("stage3_max_live_parameters", fit.LIVE) == fit.LIVE
+        assert zero["reduce_bucket_size"] == memory.BUCKET
+        assert zero.get("stage3_max_live_parameters", memory.LIVE) == memory.LIVE
 
 
 def test_commands_of_the_docstring_work():
@@ -440,7 +441,7 @@ def test_config_overrides_make_the_model_that_transformers_makes():
             transformers.BertConfig.from_pretrained(folder, **changes))  # fmt: skip
     words = ",".join(f"{name}={value}" for name, value in changes.items())
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert total == fit.count_parameters(fit.read_model(folder, words))[0]
+    assert total == memory.count_parameters(fit.read_model(folder, words))[0]
 
 
 # ---------------------------------------------------------------------------- the record of a run
@@ -482,7 +483,7 @@ def explained(strategy, options=None, before=7, peak=0, work=None, **changes):
         "workload": {"sequence_length": 384, "precision": "no"} | (work or {}),
         "ranks": [{"rank": 0, "memory_before_mb": before, "peak_memory_mb": peak},
                   {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]}  # fmt: skip
-    text = "\n".join(fit.explain_run(record | changes))
+    text = "\n".join(memory.explain_run(record | changes))
     return *parts_and_rungs(text), text
 
 
@@ -511,7 +512,7 @@ def test_what_accumulation_and_recomputing_would_save():
     run = {"work": sizes | {"dropout": 0.0}, "parameters": 108_893_186, "devices": 2,
            "per_device_batch_size": 4, "activation_checkpointing": False}  # fmt: skip
     held, tried, text = explained("ddp", **run)
-    step, again = (fit.memory_of("ddp", base, 4, 384, 2, "no", way) for way in (False, True))
+    step, again = (memory.memory_of("ddp", base, 4, 384, 2, "no", way) for way in (False, True))
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
     assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
     halves = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"

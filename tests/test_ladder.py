@@ -19,7 +19,7 @@ from test_fit import parts_and_rungs
 from test_lab import blocks_of, check_kind
 from torch.testing import assert_close
 
-import report
+from reporting import memory, records
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
 PAGE = (ROOT / "docs" / "ladder.md").read_text()
@@ -80,11 +80,11 @@ def test_clipping_changes_the_losses_and_is_in_the_settings(runs, tmp_path):
 def test_each_rank_of_a_rung_holds_what_the_formula_says(name, runs):
     """Of parameters, gradients and Adam's states, in fp32 on two ranks; on a CPU the host's part is counted too."""
     result = runs(name, "--activation_checkpointing", accumulation=2)
-    assert report.name_yaml(result.record["strategy"], result.record["strategy_options"]) == name
+    assert records.name_yaml(result.record["strategy"], result.record["strategy_options"]) == name
     for rank in (0, 1):
         held = json.loads((result.folder / f"bytes_{rank}.json").read_text())
         sizes = held.pop("sizes")
-        seen, formula = sum(held.values()), report.bytes_held(name, sum(sizes), 2)
+        seen, formula = sum(held.values()), memory.bytes_held(name, sum(sizes), 2)
         print(f"{name} rank {rank}: {', '.join(f'{part} {size / 4 / sum(sizes):.2f}' for part, size in held.items())}")
         assert seen == pytest.approx(formula, rel=0.05), f"counted {seen}, by formula {formula}"
 

@@ -1,74 +1,84 @@
-"""A real `accelerate launch` of each YAML; the ranks that other tests fork train as those do."""
+"""A real `accelerate launch` of every YAML with both scripts. The ranks that other tests fork (see
+warm.py) train as these do.
+"""
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import warm
-from conftest import ACCELERATE, ROOT, STRATEGIES, environment, launch, run
+import test_bert
+import test_mnist
+from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
 
-SCRIPT = "train_mnist_rnn.py"
-ALL = ["baseline", "dp", *STRATEGIES]
-FLAGS = ["--dataset", "digits", "--max_train_steps", "12"]
+TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
+MNIST, BERT = TESTS
+ONE_PROCESS = ["baseline", "dp"]
+NOW = {("dp", MNIST), ("ddp", MNIST), ("zero2", MNIST),
+       ("baseline", BERT), ("fsdp", BERT), ("zero3", BERT)}  # the others in `make test-all`
+PAIRS = [(yaml, script) for script in TESTS for yaml in (*ONE_PROCESS, *STRATEGIES, *RUNGS)]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """strategy -> the Result of a real launch. Two at once, as one imports while the other waits."""
-    folder = tmp_path_factory.mktemp("launched")
+def references(tmp_path_factory):
+    """script -> the Result of a forked baseline."""
+    return {script: launch("baseline", script, tmp_path_factory.mktemp("reference"),
+                           *tests.flags(tests.GLOBAL_BATCH)) for script, tests in TESTS.items()}
+
+
+@pytest.fixture(scope="module")
+def launched(request, tmp_path_factory):
+    """(YAML, script) -> the Result of a real launch, for all that this session asks for; two at
+    once, as one imports while the other waits. Copies of script, YAML and JSON run from a folder
+    where there is nothing but BERT's data.
+    """
+    copy, elsewhere = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(ROOT / "accelerate_configs", copy / "accelerate_configs")
+    for script in TESTS:
+        shutil.copy(ROOT / script, copy)
+    (elsewhere / "tests").mkdir()
+    (elsewhere / "tests" / "data").symlink_to(ROOT / "tests" / "data")
+
+    def start(pair):
+        yaml, script = pair
+        tests, folder = TESTS[script], elsewhere / f"{yaml}-{script}"
+        words = ["--config_file", copy / "accelerate_configs" / f"{yaml}.yaml",
+                 "--main_process_port", 0, copy / script, "--output_dir", folder]
+        words += tests.flags(tests.GLOBAL_BATCH // (1 if yaml in ONE_PROCESS else 2))
+        return run(["env", "-C", str(elsewhere), *ACCELERATE, *map(str, words)], folder)
+
+    pairs = [tuple(item.callspec.params.values()) for item in request.session.items
+             if "launched" in item.fixturenames]
     with ThreadPoolExecutor(2) as pool:
-        jobs = {name: pool.submit(launch, name, SCRIPT, folder / name, *FLAGS, real=True) for name in ALL}
-    return {name: job.result() for name, job in jobs.items()}
+        return dict(zip(pairs, pool.map(start, pairs), strict=True))
 
 
-@pytest.mark.parametrize("strategy", ALL)
-def test_launched_and_forked_ranks_train_alike(strategy, launched, tmp_path):
-    real, forked = launched[strategy].record, launch(strategy, SCRIPT, tmp_path, *FLAGS).record
-    assert real["strategy"] == forked["strategy"] == strategy
-    for name in "processes devices global_batch_size loss_history metrics status workload".split():
-        assert real[name] == forked[name], name
-    assert len(real["loss_history"]) == 12 and len(real["ranks"]) == (1 if strategy in ("baseline", "dp") else 2)
-
-
-@pytest.mark.parametrize("strategy, launcher", [
-    ("baseline", []), ("ddp", ["--mixed_precision", "bf16"])])
-def test_the_launchers_debug_makes_no_dp(strategy, launcher, tmp_path):
-    launcher = ["--debug", *launcher]
-    record = launch(strategy, SCRIPT, tmp_path, *FLAGS, launcher=launcher).record
-    assert (record["strategy"], record["status"]) == (strategy, "completed")
-    assert record["workload"]["precision"] == (launcher[2:] or ["no"])[0]
-
-
-def test_a_copy_of_script_yaml_and_json_runs_from_any_folder(tmp_path):
-    for name in ("copy/accelerate_configs", "elsewhere"):
-        (tmp_path / name).mkdir(parents=True)
-    files = [SCRIPT, "accelerate_configs/zero2.yaml", "accelerate_configs/zero2.json"]
-    for file in files:
-        shutil.copy(ROOT / file, tmp_path / "copy" / file)
-    script, config, _ = (str(tmp_path / "copy" / file) for file in files)
-    words = ["--config_file", config, "--main_process_port", "0", script, "--output_dir", "run"]
-    command = ["env", "-C", str(tmp_path / "elsewhere"), *ACCELERATE, *words, *FLAGS]
-    result = run(command, tmp_path / "elsewhere/run")
+@pytest.mark.parametrize("yaml, script", [
+    pytest.param(*pair, marks=[] if pair in NOW else pytest.mark.slow) for pair in PAIRS])
+def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, references):
+    result, reference = launched[yaml, script], references[script]
     assert result.code == 0, result.err
-    assert (result.record["strategy"], result.record["steps"]) == ("zero2", 12)
+    record, count = result.record, 1 if yaml in ONE_PROCESS else 2
+    assert record["strategy"] == yaml.split("_")[0] and record["status"] == "completed"
+    assert record["processes"] == record["devices"] == len(record["ranks"]) == count
+    assert f"{record['strategy']} on {count} x CPU (" in result.out
+    assert all(rank["real"] > 1 and rank["user"] > 1 for rank in record["ranks"])
+    TESTS[script].assert_same_numbers(result, reference)
+    if yaml in ONE_PROCESS:  # as on a CPU, dp is the baseline
+        assert result.losses == reference.losses
 
 
-# Where the launcher put a rank, and what accelerate sets for a moment while it looks for a GPU.
-OWN_BUSINESS = ("TORCH", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTORCH_NVML")
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero3"])
-def test_forked_ranks_get_the_launchers_environment(strategy, tmp_path):
-    script = tmp_path / "show.py"
-    script.write_text(f"""import json, os, pathlib
-file = pathlib.Path({str(tmp_path)!r}, os.environ.get("RANK", "0") + ".json")
-file.write_text(json.dumps(dict(os.environ)))
-""")
-    words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
-    assert run([*ACCELERATE, *words, str(script)]).code == 0
-    launched = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
-    number, forked = warm.what_the_launcher_starts([*words, str(script)], environment(None))
-    assert len(launched) == (number or 1)
-    for name, value in launched[0].items():
-        assert name.startswith(OWN_BUSINESS) or forked.get(name) == value, name
+@pytest.mark.parametrize("yaml, launcher, strategy", [
+    ("dp", "--multi_gpu --num_processes 2", "ddp"),  # its mark counts with one process only
+    ("baseline", "--debug --dynamo_backend eager", "baseline"),
+    ("ddp", "--debug --mixed_precision bf16", "ddp"),
+])
+def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
+    """They are in the record, and make no dp. The weights have their names, also when compiled."""
+    result = launch(yaml, MNIST, tmp_path, "--dataset", "digits", "--max_train_steps", 1,
+                    launcher=launcher.split())
+    record = result.record
+    assert (record["strategy"], record["processes"]) == (strategy, 1 if yaml == "baseline" else 2)
+    for name, word in (("precision", "bf16"), ("dynamo", "eager")):
+        assert record[name] == record["workload"][name] == (word if word in launcher else "no")
+    assert record["steps"] == len(result.losses) == 1 and record["samples_per_second"] > 0
+    assert "head.weight" in result.weights

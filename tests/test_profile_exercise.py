@@ -14,8 +14,7 @@ import pytest
 from conftest import ROOT, environment, run, run_forked
 from test_lab import blocks_of, check_kind
 
-import predict
-import report
+from reporting import links, prediction, splitting
 
 sys.path.insert(0, str(ROOT / "docs" / "img"))
 import draw_traces  # noqa: E402
@@ -80,7 +79,7 @@ def test_the_report_has_the_shares(folder):
         assert len(re.findall(rf"^\| {name} +\|.*%", text, re.M)) == 2, name
     for name in ("ddp", "fsdp"):
         for rank in (0, 1):
-            shares = report.time_shares(folder / name / "traces" / f"profile_{rank}.json")
+            shares = splitting.time_shares(folder / name / "traces" / f"profile_{rank}.json")
             assert sum(shares.values()) == pytest.approx(1) and shares["communication"] > 0
             row = [f"{share:.0%}" for share in shares.values()]
             assert re.search(rf"\| {name} .*\| {rank} *\| *" + r" *\| *".join(row), text), name
@@ -108,8 +107,9 @@ def test_pictures_are_those_that_the_script_draws(tmp_path):
 
 
 def test_the_predictions_are_those_of_predict_and_report():
-    parts = predict.parts_of("bert", PARAMETERS, 6, 384, 1536)
-    calls = {name: [call.name for call in predict.calls_of(predict.steps_of(name, parts, 2))]
+    parts = prediction.parts_of({"parameters": PARAMETERS, "layers": 6, "hidden_size": 384, "intermediate_size": 1536,
+                                 "positions": 512, "tensors": None})
+    calls = {name: [call.name for call in prediction.calls_of(prediction.steps_of(name, parts, 2))]
              for name in ("ddp", "fsdp")}
     kept = json.loads((KEPT / "traces.json").read_text())
     for strategy, expected in calls.items():
@@ -119,12 +119,12 @@ def test_the_predictions_are_those_of_predict_and_report():
     assert f"It makes {len(calls['fsdp'])} calls: 8 all-gathers for the forward pass" in WORDS
     assert f"{gathers - 8} for the backward pass, and {calls['fsdp'].count('reduce_scatter')} " \
         "reduce-scatters" in WORDS
-    sizes = [4 * size for size, _ in predict.backward_tensors(parts)]
+    sizes = [4 * size for size, _ in prediction.backward_tensors(parts)]
     *first, last = (sum(sizes[i] for i in bucket) / 1e6
-                    for bucket in predict.fill_buckets(sizes, 25 * 2**20, first=2**20))
+                    for bucket in prediction.fill_buckets(sizes, 25 * 2**20, first=2**20))
     assert f"one per bucket: {first[0]:.1f}, {first[1]:.1f} and {last:.1f} MB" in WORDS
     assert f"{last:.2f} MB / 0.125 GB/s = {last / 0.125:.0f} ms" in WORDS
-    sent = report.bytes_sent("fsdp", PARAMETERS, 2, gloo=True)
+    sent = links.bytes_sent("fsdp", PARAMETERS, 2, gloo=True)
     assert f"sends {sent / 1e6:.0f} MB per rank and step. That is {sent / 0.125e9:.1f} s" in WORDS
 
 
@@ -153,6 +153,6 @@ def test_what_is_drawn_has_the_shares_of_the_report():
             start, end = rank["step"]
             gaps = draw_traces.length(draw_traces.gaps_of(rank)) / (end - start)
             assert gaps == pytest.approx(rank["shares"]["communication"], abs=0.02)
-            computing = report.length([*rank["forward"], *rank["backward"], *rank["optimizer"]])
+            computing = splitting.length([*rank["forward"], *rank["backward"], *rank["optimizer"]])
             share = rank["shares"]["computation"] + rank["shares"]["both at once"]
             assert computing / (end - start) == pytest.approx(share, abs=0.06)

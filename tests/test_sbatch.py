@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import runpy
 import shutil
@@ -13,9 +14,8 @@ import torch
 from conftest import ROOT, launch
 from test_bert import TINY
 
-import predict
-
 pytestmark = pytest.mark.slow
+CHECK = runpy.run_path(str(ROOT / "sbatch" / "check.py"))
 HANGS = "PYTHONFAULTHANDLER", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
 DIGITS = ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "2", "--per_device_train_batch_size", "64"]
@@ -107,12 +107,9 @@ def test_what_ranks_find_on_the_nodes(cluster, project, tmp_path):
     (["sbatch/2node.sh", "accelerate_configs/ddq.yaml"], {}, "no YAML accelerate_configs/ddq.yaml; there are: "),
     (["sbatch/1node.sh", "train.py", "--num_epochs", "2"], {}, "no script train.py in "),
     (["sbatch/1node.sh", "ddp"], {}, "'ddp' is neither a YAML, nor a script (.py), nor a flag"),
-    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num_processes", "8", "probe.py"], {},
-     "--num_processes comes from what Slurm granted"),
-    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num-machines=2", "probe.py"], {},
-     "--num-machines comes from what Slurm granted"),
-    (["sbatch/1node.sh", "accelerate_configs/zero2.yaml", "--dynamo_backend=inductor", "probe.py"],
-     {}, "drops --dynamo_backend under DeepSpeed"),
+    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num_processes", "8", "probe.py"], {}, "num_processes comes"),
+    (["sbatch/1node.sh", "accelerate_configs/ddp.yaml", "--num-machines=2", "probe.py"], {}, "--num-machines comes"),
+    (["sbatch/1node.sh", "accelerate_configs/zero2.yaml", "--dynamo_backend=inductor", "probe.py"], {}, "drops --dyn"),
     (["--array=1", "sbatch/1node.sh", "probe.py", "--output_dir", "runs/x"], {}, "tasks of an array would share"),
     (["--gres=none", "sbatch/1node.sh", "probe.py"], {"PROCESSES_PER_NODE": "two"}, "must be a number from 1 on, got"),
     (["--gres=none", "--gpus=3", "sbatch/2node.sh", "probe.py"], {}, "ask for the same on each, with --gres=gpu:N"),
@@ -134,8 +131,7 @@ def test_wrappers_say_where_to_start_them(cluster, tmp_path):
 
 def test_a_run_that_fails_is_not_queued_again(cluster, tmp_path):
     words = ["sbatch/2node.sh", DIGITS[0], "--num_epochs", "-1", "--output_dir", tmp_path / "run"]
-    job = submit(cluster, tmp_path, *words)
-    log = finish(cluster, tmp_path, job, "FAILED")
+    log = finish(cluster, tmp_path, submit(cluster, tmp_path, *words), "FAILED")
     assert "error: --num_epochs must be greater than 0, got -1" in log and "so not queued again" in log
     assert log.count("\njob ") + log.startswith("job ") == 1
 
@@ -161,12 +157,12 @@ def test_check_measures_the_link(cluster, tmp_path):
     for name, line in record["collectives"].items():
         sizes, *columns = zip(*line["times"], strict=True)
         assert sizes == tuple(2**power for power in range(7, 26, 2)) and min(map(min, columns)) > 0
-        share = predict.bus_share(name, 2)
+        share = CHECK["bus_share"](name, 2)
         for seconds, fitted in zip(columns, (line, line["in_a_row"]), strict=True):
             points = zip([size * share for size in sizes], seconds, strict=True)
-            again = predict.fit_line(list(points))
+            again = CHECK["fit_line"](list(points))
             assert again == {key: pytest.approx(fitted[key]) for key in again}
-        assert 0 <= line["latency_seconds"] < 0.1 and 1e7 < line["bandwidth_bytes_per_second"] < 1e12
+        assert line["latency_seconds"] >= 0 and line["bandwidth_bytes_per_second"] > 0  # noise can fit any line
         assert log.count(f" {name}: ") == 1 and 0 <= line["residual"] < 1
     assert 0 <= record["busy"] <= 1
 
@@ -197,20 +193,16 @@ def test_two_jobs_never_write_into_one_folder(cluster, project, tmp_path):
     finish(cluster, tmp_path, submit(cluster, tmp_path, *words, cwd=project))
 
 
-def sweep(cluster, *words):
-    return cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, check=False, timeout=200)
-
-
 def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
     """Slurm refuses 1x9, and a file lies where 2x2 would put its results: the rest is measured, the report says so."""
     folder = tmp_path / "sweep"
     folder.mkdir()
     (folder / "ddp-2x2-r1").touch()
-    out = sweep(cluster, "--strategies", "baseline dp ddp", "--shapes", "2x1 1x9 2x2", "--repeats", "1",
-                "--minutes", "5", "--global_batch_size", "36", "--output_dir", folder, *DIGITS[:-2])
+    words = ["--strategies", "baseline dp ddp", "--shapes", "2x1 1x9 2x2", "--repeats", "1", "--minutes", "5",
+             "--global_batch_size", "36", "--output_dir", folder, *DIGITS[:-2]]
+    out = cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, check=False, timeout=200)
     assert "3 jobs, then the report" in out, out
-    with open(folder / "sweep.csv") as file:
-        plan = {row["run"]: row["job"] for row in csv.DictReader(file)}
+    plan = {row["run"]: row["job"] for row in csv.DictReader((folder / "sweep.csv").read_text().splitlines())}
     assert list(plan) == ["baseline-1x1-r1", "dp-1x9-r1", "ddp-2x1-r1", "ddp-1x9-r1", "ddp-2x2-r1"]
     assert plan["dp-1x9-r1"] == plan["ddp-1x9-r1"] == "refused"
     log = folder / "report.log"
@@ -219,35 +211,44 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     assert "ddp-1x9-r1 (ddp, 1 x 9): failed or missing, job refused" in report
     assert f"ddp-2x2-r1 (ddp, 2 x 2): failed or missing, job {plan['ddp-2x2-r1']}" in report
     assert "not found" not in log.read_text()
-    with open(folder / "report.csv") as file:
-        rows = {row["strategy"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"baseline", "ddp"} and rows["ddp"]["nodes"] == "2"
+    rows = {row["strategy"]: row for row in csv.DictReader((folder / "report.csv").read_text().splitlines())}
+    assert set(rows) == {"baseline", "ddp"} and (rows["ddp"]["nodes"], rows["ddp"]["basis"]) == ("2", "steady steps")
     base, ddp = (json.loads((folder / run / "run.json").read_text())["samples_per_second"]
                  for run in ("baseline-1x1-r1", "ddp-2x1-r1"))
-    assert rows["ddp"]["basis"] == "steady steps"
     assert float(rows["ddp"]["speedup"]) == pytest.approx(ddp / base)
     assert float(rows["ddp"]["efficiency"]) == pytest.approx(ddp / base / 2)
 
 
-def test_sweep_dry_run_lists_jobs_and_gpu_hours(cluster, tmp_path):
-    out = sweep(cluster, "--dry_run", "--minutes", "30", "--output_dir", tmp_path / "sweep")
-    assert len(re.findall(r"^\S+-r[1-5]: ", out, re.M)) == 105 and "90 runs of train_bert_squad.py" in out
-    # 5 x (baseline 1 + dp 2 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and 5 x (2 + 2 + 4) GPUs x 1/12 hour
-    assert "at most 100.8 GPU-hours" in out and not (tmp_path / "sweep").exists()
-    assert "ddp-2x2-r5: 2 node(s) x 2 GPU(s), at most 30 minutes" in out and "\ndp-2x" not in out
-    assert "check-2x1-r2: 2 node(s) x 1 GPU(s), at most 5 minutes" in out and "-1x1-r1: " in out
-    assert "\ndp-1x1" not in out and "\ncheck-1x1" not in out
+def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
+    """Without Slurm: `sbatch` is a function that leaves a line for each job."""
+    jobs, (keys, terminal) = tmp_path / "jobs", os.openpty()
+    def sweep(*words, gres="gpu", stdin=subprocess.DEVNULL):
+        env = os.environ | {"BASH_FUNC_sbatch%%": f"() {{ echo >>'{jobs}'; echo 7; }}", "SWEEP_GRES": gres}
+        return subprocess.run(["sbatch/sweep.sh", *words, "--output_dir", tmp_path / f"sweep-{gres}{len(words)}"],
+                              cwd=ROOT, env=env, stdin=stdin, capture_output=True, text=True)
+    out = sweep("--dry_run", "--minutes", "30").stdout
+    # 2 x (baseline 1 + dp 2 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and 2 x (2 + 2 + 4) GPUs x 1/12 hour
+    assert "36 runs of train_bert_squad.py" in out and "\n43 jobs, at most 40.3 GPU-hours" in out
+    assert len(re.findall(r"^\S+-r[12]: ", out, re.M)) == 42 and not re.search("^(dp-1x1|dp-2x|check-1x1)", out, re.M)
+    assert "ddp-2x2-r2: 2 node(s) x 2 GPU(s), at most 30" in out and "check-2x1-r2: 2 node(s) x 1 GPU" in out
+    much, refused = "43 jobs, at most 79.3 GPU-hours", sweep()
+    assert refused.returncode == 1 and refused.stdout == f"{much}, if every job took all its time\n"
+    assert refused.stderr == f"error: {much}: add --yes, or lower --repeats, --minutes or --shapes\n"
+    os.write(keys, b"n\ny\n")
+    assert sweep(stdin=terminal).stderr == "submit them? [y/N] error: nothing was submitted\n"
+    assert not list(tmp_path.iterdir())
+    for done in (sweep(stdin=terminal), sweep("--yes")):
+        assert much in done.stdout and "42 jobs, then the report" in done.stdout, done.stderr
+    assert "40 jobs, then the report" in sweep(gres="none").stdout  # without GPUs there is no DP
+    assert jobs.read_text().count("\n") == 43 + 43 + 41
 
 
 @pytest.mark.parametrize("words, message", [
-    (["train.py"], "no script or option train.py"),
-    (["--strategies", "ddp fspd"], "no strategy fspd"),
-    (["--shapes", "2"], "a shape is NODESxGPUS"),
+    (["train.py"], "no script or option train.py"), (["--strategies", "ddp fspd"], "no strategy fspd"),
+    (["--shapes", "2"], "a shape is NODESxGPUS"), (["--minutes"], "--minutes needs a value"),
     (["--strategies", "dp", "--shapes", "2x1"], "none of the strategies 'dp' runs on the shapes '2x1'"),
-    (["--repeats", "0"], "--repeats must be a number from 1 on, got 0"),
-    (["--local", "--shapes", "2x1"], "--local is one node"),
+    (["--repeats", "0"], "--repeats must be a number from 1"), (["--local", "--shapes", "2x1"], "--local is one node"),
     (["--global_batch_size", "9", "--shapes", "1x2"], "--global_batch_size 9 does not divide by the 2 devices of 1x2"),
-    (["--minutes"], "--minutes needs a value"),
 ])
 def test_sweep_refuses_with_one_line(words, message):
     done = subprocess.run(["sbatch/sweep.sh", "--dry_run", *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Runs several scripts in one set of processes, one after the other, as each launch costs seconds of imports.
+"""Runs several scripts in one set of processes, one after the other: each launch costs seconds.
 
     together.py FOLDER '[NAME=VALUE ...] SCRIPT [flags]' ...
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import report  # noqa: E402
-from report import covered, length  # noqa: E402
+from reporting import splitting  # noqa: E402
+from reporting.splitting import covered, length  # noqa: E402
 
 COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
 GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
@@ -25,7 +25,7 @@ GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
 def read_events(path):
     """The events of a trace that last, in ms."""
     return [event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
-            for event in report.read_events(path)]
+            for event in splitting.read_events(path)]
 
 
 def span(event):
@@ -74,7 +74,7 @@ def reduce_step(events, start, end, zero):
             phases[phase_of(event["ts"], autograd, optimizer)].append(span(event))
     calls = sorted((*span(event), event["name"][5:].replace("_", "-")) for event in inside
                    if event["name"].startswith("gloo:") and event["ts"] >= start)
-    shares = report.shares_of(inside)
+    shares = splitting.shares_of(inside)
 
     def place(time):
         return round(min(max(time, start), end) - zero, 2)

@@ -5,32 +5,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
-SEED = 0
-EPOCHS = 5
-BATCH_SIZE = 64  # of all ranks together
-
-
-def load_data():
-    """1,536 samples to train on, which are 24 batches of 64, and 261 to test with."""
-    digits = load_digits()
-    images = torch.tensor(digits.data / 16, dtype=torch.float32)  # 64 pixels each, from 0 to 1
-    labels = torch.tensor(digits.target)
-    return TensorDataset(images[:1536], labels[:1536]), TensorDataset(images[1536:], labels[1536:])
-
-
-def evaluate(model, loader, device):
-    """The share of the samples that the model names correctly."""
-    right = 0
-    with torch.no_grad():
-        for images, labels in loader:
-            answers = model(images.to(device)).argmax(dim=1)
-            right += (answers == labels.to(device)).sum().item()
-    return right / len(loader.dataset)
+sys.path.append("docs/lab")  # from the project's root
+from single import BATCH_SIZE, EPOCHS, SEED, evaluate, load_data  # noqa: E402  as they are
 
 
 def main():

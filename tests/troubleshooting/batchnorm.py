@@ -1,6 +1,4 @@
-"""Other losses than on one device, with the same global batch: each rank normalises by its own
-part of the batch.
-"""
+"""Other losses with the same global batch: each rank normalises by its own part of the batch."""
 
 import sys
 

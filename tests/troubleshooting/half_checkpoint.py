@@ -1,6 +1,4 @@
-"""A checkpoint that cannot be loaded: the job was killed while it wrote it, and it looks
-like any other.
-"""
+"""A checkpoint that cannot be loaded: the job was killed in the middle of writing it."""
 
 import sys
 import tempfile
@@ -19,16 +17,15 @@ folder = Path(broadcast_object_list([tempfile.mkdtemp()])[0])
 
 
 def save(step, killed=False):
-    """Under a name that says so until it is complete, if fixed."""
+    """If fixed, the folder gets its name when it is complete."""
     final = folder / f"step_{step}"
     target = final.with_suffix(".partial") if "--fix" in sys.argv else final
     accelerator.save_state(target)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        if killed:  # what a kill leaves: part of a file, and nothing that would have come after it
-            (target / "optimizer.bin").write_bytes((target / "optimizer.bin").read_bytes()[:1000])
-        else:
-            target.rename(final)
+    if accelerator.is_main_process and killed:  # what a kill leaves: a part of a file
+        (target / "optimizer.bin").write_bytes((target / "optimizer.bin").read_bytes()[:1000])
+    elif accelerator.is_main_process:
+        target.rename(final)
     accelerator.wait_for_everyone()
 
 

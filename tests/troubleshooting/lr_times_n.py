@@ -1,6 +1,4 @@
-"""The learning rate falls N times as fast as planned: accelerate steps a prepared schedule
-once for each process.
-"""
+"""The learning rate falls N times too fast: accelerate steps a prepared schedule N times."""
 
 import sys
 
@@ -17,7 +15,6 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 
 model, optimizer = accelerator.prepare(model, optimizer)
 if "--unprepared" not in sys.argv:  # the other way out
     schedule = accelerator.prepare(schedule)
-
 rates = []
 for _ in range(4):
     rates.append(optimizer.param_groups[0]["lr"])

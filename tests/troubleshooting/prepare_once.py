@@ -22,7 +22,6 @@ with in_turn():
         partial = cache.with_suffix(f".{accelerator.process_index}")
         torch.save(torch.arange(done), partial)
         partial.replace(cache)
-    tokens = torch.load(cache)
-total = accelerator.reduce(torch.tensor(done)).item()
-accelerator.print(f"{len(tokens)} texts; {accelerator.num_processes} processes "
-                  f"have tokenised {total}")
+    texts = len(torch.load(cache))
+total, processes = accelerator.reduce(torch.tensor(done)).item(), accelerator.num_processes
+accelerator.print(f"{texts} texts; {processes} processes have tokenised {total}")

@@ -9,14 +9,13 @@ import torch
 def start():
     """What a script does at its start, be it the first one or a resumption."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1))
 
 
-def train(steps):
-    losses = []
-    for _ in range(steps):
+def train(model):
+    """The losses of three steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []  # it has no state
+    for _ in range(3):
         loss = model(torch.ones(8, 16)).square().mean()
         loss.backward()
         optimizer.step()
@@ -25,14 +24,13 @@ def train(steps):
     return losses
 
 
-model, optimizer = start()
-train(3)
+model = start()
+train(model)
 checkpoint = {"model": copy.deepcopy(model.state_dict()), "random": torch.get_rng_state()}
-undisturbed = train(3)
-
-model, optimizer = start()  # in a new process
+undisturbed = train(model)
+model = start()  # in a new process
 model.load_state_dict(checkpoint["model"])
 if "--fix" in sys.argv:  # on a GPU also torch.cuda.get_rng_state_all and set_rng_state_all
     torch.set_rng_state(checkpoint["random"])
-same = train(3) == undisturbed
+same = train(model) == undisturbed
 print(f"after the resumption the losses are {'the same' if same else 'different'}")

@@ -1,6 +1,4 @@
-"""A resumed run sees samples of the first epoch again: save_state does not keep how many epochs
-there were.
-"""
+"""A resumed run sees samples of the first epoch again: save_state does not count the epochs."""
 
 import sys
 import tempfile
@@ -18,15 +16,13 @@ def start():
     config = DataLoaderConfiguration(use_seedable_sampler=fixed)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     set_seed(0)
-    model = torch.nn.Linear(1, 1)
     loader = DataLoader(torch.arange(32), batch_size=4, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(model, optimizer, loader)
+    return accelerator, accelerator.prepare(loader)
 
 
 def train(epoch, skip=0):
-    """The samples of an epoch on this rank, but for the first batches. After the second batch of
-    epoch 1 there is a checkpoint.
+    """The samples of an epoch on this rank, but for the first batches. There is a checkpoint after
+    the second batch of epoch 1.
     """
     batches, seen = accelerator.skip_first_batches(loader, skip) if skip else loader, []
     if fixed:
@@ -38,15 +34,12 @@ def train(epoch, skip=0):
     return seen
 
 
-accelerator, _, _, loader = start()
+accelerator, loader = start()
 [folder] = broadcast_object_list([tempfile.mkdtemp()])
-undisturbed = [train(epoch) for epoch in range(3)]
-
-accelerator, _, _, loader = start()  # in a new process, where the folder is known
+first, second, third = [train(epoch) for epoch in range(3)]
+accelerator, loader = start()  # in a new process, where the folder is known
 accelerator.load_state(folder)
 resumed = train(1, skip=2) + train(2)
-known = {"what was left": undisturbed[1][8:] + undisturbed[2],
-         "epoch 0 again": undisturbed[0][8:] + undisturbed[1]}
-names = [name for name, order in known.items() if order == resumed]
-accelerator.print("saved after 2 batches of epoch 1, the resumed run sees "
-                  f"{' '.join(names) or 'something else'}")
+saw = ("what was left" if resumed == second[8:] + third else
+       "epoch 0 again" if resumed == first[8:] + second else "something else")
+accelerator.print(f"saved after 2 batches of epoch 1, the resumed run sees {saw}")

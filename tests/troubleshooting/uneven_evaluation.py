@@ -1,6 +1,4 @@
-"""Evaluation counts some samples twice: so that all ranks have as many batches, the last
-one is filled up.
-"""
+"""Evaluation counts some samples twice: so that all ranks have as many batches, accelerate adds."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""The ranks drift apart: gradients are averaged by the wrapper that `prepare` returns, and the
-loop goes around it.
-"""
+"""The ranks drift apart: the loop goes around the wrapper, which averages the gradients."""
 
 import sys
 

@@ -12,15 +12,19 @@ def make_accelerator(**options):
 
     DDP needs no more than Accelerator(cpu=True).
     """
-    if torch.cuda.is_available():
-        return Accelerator(**options)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        from deepspeed.ops import __compatible_ops__ as deepspeed_ops
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if not torch.cuda.is_available():
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        if deepspeed:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            from deepspeed.ops import __compatible_ops__ as deepspeed_ops
 
-        deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles an all-reduce of its own
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # which accelerate takes for a GPU matter
+            deepspeed_ops["deepspeed_shm_comm"] = False  # or it compiles an all-reduce of its own
+    accelerator = Accelerator(**options)
+    if deepspeed:  # DeepSpeed wants it where no DataLoader is prepared
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 2
+    elif accelerator.device.type == "cpu":  # accelerate takes FSDP for a matter of GPUs
         kind = DistributedType.FSDP
         accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = kind
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()

@@ -1,6 +1,4 @@
-"""An empty model on disk: under ZeRO-3 parameters are empty outside of a forward or backward
-pass.
-"""
+"""An empty model on disk: ZeRO-3's parameters are empty outside of a forward or backward pass."""
 
 import sys
 import tempfile
@@ -11,12 +9,9 @@ from safetensors.torch import load_file, save_file
 from without_gpu import make_accelerator
 
 accelerator = make_accelerator()
-config = accelerator.state.deepspeed_plugin.deepspeed_config
-config["train_micro_batch_size_per_gpu"] = 2  # DeepSpeed wants it where no DataLoader is prepared
 model = torch.nn.Linear(400, 100)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-if "--fix" in sys.argv:
-    # On all ranks: it gathers. Only rank 0 has something to save then.
+if "--fix" in sys.argv:  # on all ranks: it gathers; only rank 0 has something to save then
     weights = accelerator.get_state_dict(model)
 else:
     weights = accelerator.unwrap_model(model).state_dict()

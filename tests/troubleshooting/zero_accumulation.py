@@ -10,8 +10,6 @@ from without_gpu import make_accelerator
 if "--fix" not in sys.argv:
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
 accelerator = make_accelerator(gradient_accumulation_steps=4)
-config = accelerator.state.deepspeed_plugin.deepspeed_config
-config["train_micro_batch_size_per_gpu"] = 2  # DeepSpeed wants it where no DataLoader is prepared
 model = torch.nn.Linear(4, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(8):

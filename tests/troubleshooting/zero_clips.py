@@ -1,6 +1,4 @@
-"""ZeRO moves the weights less than DDP does: it clips gradients to a norm of 1 that nobody
-asked for.
-"""
+"""ZeRO moves the weights less than DDP: it clips gradients to a norm of 1, and nobody asked."""
 
 import sys
 
@@ -8,10 +6,8 @@ import torch
 from without_gpu import make_accelerator
 
 accelerator = make_accelerator()
-config = accelerator.state.deepspeed_plugin.deepspeed_config
-config["train_micro_batch_size_per_gpu"] = 2  # DeepSpeed wants it where no DataLoader is prepared
 if "--fix" in sys.argv:
-    config["gradient_clipping"] = 0.0
+    accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = 0.0
 model = torch.nn.Linear(4, 1, bias=False)
 before = model.weight.detach().clone()
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

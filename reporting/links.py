@@ -1,0 +1,111 @@
+"""The link between ranks: what sbatch/check.py measured of it, and what goes over it."""
+
+import contextlib
+import json
+import math
+import statistics
+
+
+def bytes_sent(strategy, parameters, devices, gloo=False):
+    """Bytes that each rank sends in a step, in fp32 and without accumulation; None if no formula is
+    known. `strategy` is the name of a YAML.
+
+    With ring algorithms, an all-gather or a reduce-scatter of P bytes costs a rank (n - 1) / n x P.
+    An all-reduce is one of each. DDP, ZeRO-1, ZeRO-2 and fsdp_keep need both once. FSDP and ZeRO-3
+    gather once more, for the backward pass: section 7 of https://arxiv.org/abs/1910.02054. ZeRO-3
+    spares this for the 30 million parameters that it may hold at a time, as the last of the forward
+    pass are the first of the backward pass. FSDP gathers a model without layers, such as the LSTM,
+    only once; this is left out here. gloo has no reduce-scatter: an all-reduce takes its place,
+    with twice the bytes, and in ZeRO-1 and ZeRO-2 a reduce, with 1.5 times. Offload sends nothing
+    more.
+    """
+    if strategy == "baseline":
+        return 0
+    strategy = strategy.removesuffix("_offload")
+    gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp_keep": 1, "fsdp": 2,
+               "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
+    scatters = {"zero1": 1.5, "zero2": 1.5, "fsdp_keep": 2, "fsdp": 2, "zero3": 2}
+    scatters = scatters.get(strategy, 1) if gloo else 1
+    return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
+
+
+def seconds_of(call, in_a_row, link, ranks, tree=False):
+    """Seconds of a collective over `ranks` by the lines of a check.json, `link`: the line for calls
+    after computing, or for those `in_a_row`, right after another one.
+
+    With as many ranks as were checked, its line. With others, the latency grows as the number of
+    steps from rank to rank: n - 1 in a ring, log2 n in a `tree`, which a broadcast always takes.
+    DDP broadcasts a model's buffers in a step, but these are small and left out.
+    """
+    line, checked = link["collectives"][call.name], link["processes"]
+    line = line["in_a_row"] if in_a_row else line
+    tree = tree or call.name == "broadcast"
+    hops = (lambda n: math.log2(n)) if tree else (lambda n: n - 1)
+    latency = line["latency_seconds"] * hops(ranks) / hops(checked)
+    ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
+    carried = call.bytes * (ring * (ranks - 1) / ranks if ring else 1)  # bus_share in check.py
+    return latency + carried / line["bandwidth_bytes_per_second"]
+
+
+def link_of(bandwidth, latency):
+    """A check.json for a link of which only two numbers are known: bytes per second, and the
+    seconds of a message between two ranks.
+    """
+    line = {"latency_seconds": latency, "bandwidth_bytes_per_second": bandwidth, "residual": 0.0}
+    line["in_a_row"] = dict(line)
+    names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+    return {"processes": 2, "nodes": 2, "backend": None, "busy": 0.0,
+            "collectives": dict.fromkeys(names, line)}
+
+
+def read_link(path):
+    """A check.json. Raises ValueError, LookupError, TypeError or AttributeError if it has no
+    measured link.
+    """
+    link = json.loads(path.read_bytes())
+    lines = link["collectives"].values()
+    for line in [*lines, *(line["in_a_row"] for line in lines)]:
+        if not (line["bandwidth_bytes_per_second"] > 0 and line["latency_seconds"] >= 0):
+            raise ValueError("a bandwidth is not greater than 0, or a latency negative")
+    return {"nodes": int(link["nodes"]), "processes": int(link["processes"]),
+            "backend": link["backend"], "collectives": link["collectives"],
+            "busy": float(link["busy"])}
+
+
+def find_links(folder):
+    """The links of all check.json below a folder, the median of those of one shape. A check of one
+    rank has none, and neither has one of an older version.
+    """
+    shapes = {}
+    for path in sorted(folder.rglob("check.json")):
+        with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError, OSError):
+            link = read_link(path)
+            key = link["nodes"], link["processes"], link["backend"]
+            shapes.setdefault(key, []).append(link)
+    return [median_link(repeats) for repeats in shapes.values()]
+
+
+def median_link(links):
+    """A link with the median latency and bandwidth of repeated checks of one shape."""
+    def median(lines):
+        keys = ("latency_seconds", "bandwidth_bytes_per_second")
+        return {key: statistics.median(line[key] for line in lines) for key in keys}
+
+    found = {}
+    for name in links[0]["collectives"]:
+        lines = [link["collectives"][name] for link in links]
+        found[name] = median(lines) | {"in_a_row": median([line["in_a_row"] for line in lines])}
+    return links[0] | {
+        "collectives": found,
+        "busy": statistics.median(link["busy"] for link in links)}
+
+
+def find_link(cell, links):
+    """The check.json to predict a cell's steps with: that of its shape, else the one of the most
+    processes on the most nodes. None if there is none.
+    """
+    gloo = str(cell["device_name"]).startswith("CPU")
+    links = [link for link in links if link["backend"] in (None, "gloo" if gloo else "nccl")]
+    fits = [link for link in links
+            if (link["nodes"], link["processes"]) == (cell["nodes"], cell["devices"])]
+    return max(fits or links, key=lambda link: (link["nodes"], link["processes"]), default=None)

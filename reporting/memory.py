@@ -1,0 +1,336 @@
+"""What a device holds while a model trains, by formula; and what a run held, and what to try next.
+"""
+
+import math
+
+import pandas as pd
+
+from reporting.records import ARCHITECTURE, name_yaml
+
+SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
+         "max_position_embeddings", "type_vocab_size"]  # fmt: skip
+
+# Where each YAML keeps parameters, gradients and optimizer states. "whole": on each device.
+# "shard": 1/n of it on each device. "host": each process has its 1/n in the memory of the CPU.
+# Sections 5.1 to 5.3 of ZeRO, https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
+# https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the gradients as well.
+PLACES = {
+    "baseline": ("whole", "whole", "whole"),
+    "dp": ("whole", "whole", "whole"),  # on GPU 0
+    "ddp": ("whole", "whole", "whole"),
+    "zero1": ("whole", "shard", "shard"),
+    "zero2": ("whole", "shard", "shard"),
+    "zero2_offload": ("whole", "host", "host"),
+    "fsdp_keep": ("shard", "shard", "shard"),  # what it gathers and keeps is in `bytes_of_buffers`
+    "fsdp": ("shard", "shard", "shard"),
+    "fsdp_offload": ("host", "host", "host"),
+    "zero3": ("shard", "shard", "shard"),
+    "zero3_offload": ("host", "host", "host"),
+}
+
+EARLY = ("ddp", "zero3", "zero3_offload")  # gradients are there before the backward pass makes them
+BUCKET = 10_000_000  # elements: reduce_bucket_size in accelerate_configs/zero*.json
+LIVE = 30_000_000  # parameters: stage3_max_live_parameters in zero3*.json
+
+
+def compute_dtype(strategy, precision):
+    """How a forward pass computes: "no" is fp32 throughout. In "bf16" weights and activations are
+    bf16, as FSDP and DeepSpeed make them. In "autocast" weights stay fp32 and products are bf16.
+    """
+    autocast = precision == "bf16" and strategy in ("baseline", "dp", "ddp")
+    return "autocast" if autocast else precision
+
+
+def bytes_of_parts(strategy, parameters, devices, precision="no"):
+    """Bytes of parameters, gradients and states on each device, and of their parts on the host: a
+    dict of these four. `precision` is the launcher's, "no" or "bf16". Raises KeyError for a
+    strategy that has no YAML.
+
+    Parameters and gradients are fp32, 4 bytes each, and Adam's two moments are 8. DeepSpeed's
+    optimizer works on a copy of its parameters in fp32, 4 more; with that copy, parameters and
+    gradients of its bf16 are 2 each. Offloaded gradients are fp32.
+    """
+    zero = strategy.startswith("zero")
+    size = 2 if precision == "bf16" and zero else 4
+    bytes_each = size, 4 if strategy.endswith("_offload") else size, 12 if zero else 8
+    parts = dict.fromkeys(("parameters", "gradients", "states", "host"), 0)
+    for name, place, each in zip(parts, PLACES[strategy], bytes_each, strict=False):
+        share = each * parameters / (1 if place == "whole" else devices)
+        parts["host" if place == "host" else name] += share
+    return parts
+
+
+def bytes_held(strategy, parameters, devices, precision="no"):
+    """Bytes of parameters, gradients and optimizer states of each rank, those on the host included;
+    activations come on top. None for a strategy that no formula is known of.
+
+    16 bytes a parameter in fp32 (4 + 4 + 8), sharded over n ranks or not: section 5 of
+    https://arxiv.org/abs/1910.02054. `bytes_of_parts` has the rest.
+    """
+    if strategy not in PLACES:
+        return None
+    return sum(bytes_of_parts(strategy, parameters, devices, precision).values())
+
+
+def bytes_of_activations(tokens, layers, hidden_size, intermediate_size, precision="no",
+                         activation_checkpointing=False, dropout=False):  # fmt: skip
+    """Bytes that the layers of a transformer keep for the backward pass, for a micro-batch of
+    `tokens`. `precision` is what `compute_dtype` says.
+
+    Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value;
+    attention's output; the input of both normalisations, and the output of the first) and 2 of
+    intermediate_size: what equation 1 of https://arxiv.org/abs/2205.05198 counts, with fused
+    attention, which keeps no scores. That is the case on GPUs; on a CPU, only without dropout.
+    Autocast keeps the inputs of normalisations in fp32, and casts a layer's input three times, for
+    query, key and value. Dropout keeps two masks on a GPU, a byte for each element.
+
+    Activation checkpointing keeps the inputs of the layers, and one layer is computed again at a
+    time: section 5 there.
+    """
+    size = 4 if precision == "no" else 2
+    layer = tokens * size * (8 * hidden_size + 2 * intermediate_size)
+    if precision == "autocast":
+        layer = tokens * (24 * hidden_size + 4 * intermediate_size)
+    layer += 2 * tokens * hidden_size * bool(dropout)
+    if not activation_checkpointing:
+        return layers * layer
+    if precision == "autocast":  # a layer's input is fp32, and no part of what the layer keeps
+        return layers * 4 * tokens * hidden_size + layer
+    return (layers - 1) * size * tokens * hidden_size + layer
+
+
+def bytes_outside_layers(tokens, hidden_size, precision="no", dropout=False):
+    """Bytes that BERT's embeddings and the head for answers keep: the input of a normalisation with
+    dropout behind it, and the head's input. Ids, masks and logits are too small to count.
+    """
+    embeddings, head = {"no": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[precision]
+    return tokens * hidden_size * (embeddings + head + bool(dropout))
+
+
+def bytes_of_buffers(strategy, model, devices, precision="no"):
+    """Bytes of what is only there for a while, without activations: while all activations are
+    there, while the backward pass is at the first layer, and after that.
+
+    Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
+    activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
+    buffer that reduces them; at the end of the backward pass the embeddings are prefetched, and
+    then take three of these places. fsdp_keep has all parameters gathered, up to the backward pass
+    of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
+    In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
+    offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
+    Autocast's copies were counted, and the others as a part of a run's peak (docs/ladder.md).
+    """
+    parameters, embeddings, layer, weights = count_parameters(model)
+    size = 4 if precision == "no" else 2
+    step = (4 if precision == "no" else 6) * parameters / devices
+    if strategy.startswith("fsdp"):
+        gathered = parameters if strategy == "fsdp_keep" else 2 * layer
+        first = size * (embeddings + 3 * layer)
+        return size * (gathered + 2 * layer), first, size * 3 * embeddings
+    if strategy in ("zero1", "zero2"):
+        return size * 2 * BUCKET, size * 2 * BUCKET, step
+    if strategy == "zero2_offload":
+        largest = size * model["vocab_size"] * model["hidden_size"]
+        return size * 2 * BUCKET + largest, size * 2 * BUCKET + largest, largest
+    if strategy.startswith("zero3"):
+        live = size * (BUCKET + min(parameters, LIVE))
+        return live, live, size * BUCKET + (step if strategy == "zero3" else 0)
+    copies = 0 if precision == "no" else 2 * weights
+    return copies, copies / model["num_hidden_layers"], 0
+
+
+def count_parameters(model):
+    """The parameters of BERT with a head for answers and no pooler: all, those of the embeddings
+    and of one layer, which are FSDP's units, and all weights of linear layers, without biases.
+    """
+    layers, hidden, inner = (model[name] for name in SIZES[:3])
+    rows = model["vocab_size"] + model["max_position_embeddings"] + model["type_vocab_size"]
+    embeddings = rows * hidden + 2 * hidden  # 2: scale and shift of a normalisation
+    weights = 4 * hidden * hidden + 2 * hidden * inner
+    layer = weights + 4 * hidden + inner + hidden + 4 * hidden  # biases, and two normalisations
+    head = 2 * hidden
+    return embeddings + layers * layer + head + 2, embeddings, layer, layers * weights + head
+
+
+def memory_of(strategy, model, batch, length, devices, precision="no",
+              activation_checkpointing=False, dropout=False):  # fmt: skip
+    """Bytes on each device in a step with `batch` windows of `length` tokens: parameters,
+    gradients, states, buffers and activations, each at its largest; total; and host.
+
+    The total is the peak of a step without accumulation: its largest moment. The backward pass
+    frees activations while it makes gradients. So the total is less than the sum of the parts,
+    unless all gradients are there from the start (EARLY). Activations include their own gradients
+    on their way back through one layer.
+    """
+    parameters, embeddings = count_parameters(model)[:2]
+    parts = bytes_of_parts(strategy, parameters, devices, precision)
+    gradients, host = parts["gradients"], parts.pop("host")
+    dtype, tokens = compute_dtype(strategy, precision), batch * length
+    layers, hidden, inner = (model[name] for name in SIZES[:3])
+    again, size = activation_checkpointing, 4 if dtype == "no" else 2
+    outside = bytes_outside_layers(tokens, hidden, dtype, dropout)
+    layer = bytes_of_activations(tokens, 1, hidden, inner, dtype, False, dropout)
+    kept = bytes_of_activations(tokens, layers, hidden, inner, dtype, again, dropout) + outside
+    way = tokens * size * (hidden + inner)
+    buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
+    early = gradients if strategy in EARLY else 0
+    made = max(early, gradients * (1 - embeddings / parameters))  # the embeddings' come last
+    # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
+    anew = in_layer if again and dtype == "autocast" else buffers
+    moments = {
+        "end of the forward pass": early + kept - (layer if again else 0) + buffers,
+        "start of the backward pass": early + kept + way + anew,
+        "backward, at the first layer": made + layer + outside + way + in_layer,
+        "backward, at the embeddings": gradients + after,
+    }
+    total = parts["parameters"] + parts["states"] + max(moments.values())
+    if strategy.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
+        host += size * parameters / devices
+    return parts | {"buffers": max(buffers, in_layer, after), "activations": kept + way,
+                    "total": total, "host": host}  # fmt: skip
+
+
+def largest_batch(memory, strategy, model, *rest):
+    """The largest micro-batch whose total fits into `memory` bytes; 0 if none does. `rest` is what
+    `memory_of` takes after the batch.
+    """
+    fits, fails = 0, 1
+    while memory_of(strategy, model, fails, *rest)["total"] <= memory:
+        fits, fails = fails, 2 * fails
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if memory_of(strategy, model, middle, *rest)["total"] <= memory:
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+HELD = ["parameters", "gradients", "states", "host"]
+
+
+def hold_by_formula(known):
+    """Bytes of parameters, gradients, states and activations of a rank of each cell by formula, as
+    a DataFrame; NaN where there is no formula.
+    """
+    rows = {}
+    for i, cell in known.iterrows():
+        strategy, precision = cell["strategy"], cell["precision"]
+        row = dict.fromkeys([*HELD, "activations"], math.nan)
+        if precision in ("no", "bf16") and bytes_held(strategy, 1, 1) is not None:
+            row |= bytes_of_parts(strategy, cell["parameters"], int(cell["devices"]), precision)
+            tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
+            kept = bytes_of_activations(
+                tokens, *cell[ARCHITECTURE[:3]].astype(float), compute_dtype(strategy, precision),
+                cell["activation_checkpointing"])
+            row["activations"] = math.nan if kept is None else kept
+        # With accumulation these keep whole gradients from the first micro-batch to the last.
+        keeps = strategy == "zero1" or strategy.startswith("fsdp")
+        if keeps and cell["gradient_accumulation_steps"] > 1:
+            row |= dict.fromkeys(HELD, math.nan)
+        rows[i] = row
+    return pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
+
+
+def hold(run):
+    """What the fullest rank of a record held at its peak, or, if that is not known, what a step
+    needs at most: {part: bytes}, and the bytes on the host of a GPU. Then the bytes of activations
+    and those that recomputing spares, NaN where no formula knows the model and nothing is measured.
+    """
+    work, rank = run["workload"], run["rank"]
+    strategy, precision, parameters = run["yaml"], run["dtype"], run["parameters"]
+    held = {"libraries and data": rank["memory_before_mb"] * 1e6}
+    held |= bytes_of_parts(strategy, parameters, run["devices"], precision)
+    if run["gradient_accumulation_steps"] > 1:
+        held["gradients"] += bytes_to_accumulate(run)
+    host = held.pop("host")
+    if run["on_cpu"] and host:  # it has one memory
+        held["offloaded"], host = host, 0
+    kept = spared = math.nan
+    if layers := work.get("layers"):
+        sizes = layers, work["hidden_size"], work["intermediate_size"], 0, 0, 0
+        model = dict(zip(SIZES, sizes, strict=True))
+        model["vocab_size"] = (parameters - count_parameters(model)[0]) // work["hidden_size"]
+        step, other = (
+            memory_of(strategy, model, run["per_device_batch_size"], work["sequence_length"],
+                      run["devices"], precision, again, work.get("dropout", 0.1) > 0)
+            for again in (run["activation_checkpointing"], True))  # fmt: skip
+        kept, spared = step["activations"], step["activations"] - other["activations"]
+        if not rank["peak_memory_mb"]:
+            held |= {"buffers": step["buffers"], "activations": kept}
+    if peak := rank["peak_memory_mb"]:
+        kept = held["activations and all else"] = max(0, peak * 1e6 - sum(held.values()))
+        spared = min(kept, spared)
+    return held, host, kept, spared
+
+
+def bytes_to_accumulate(run):
+    """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
+    besides those that any step needs.
+    """
+    copies = run["yaml"] in ("ddp", "zero1") or run["yaml"].startswith("fsdp")
+    return 4 * run["parameters"] * copies
+
+
+def next_rungs(run, kept, spared):
+    """[(what to try next, bytes that it saves at most)], in the order of docs/ladder.md. `kept` and
+    `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
+    """
+    def needed(strategy, devices):
+        """Bytes of parameters, gradients and states on a device, with what fsdp_keep gathers."""
+        parts = bytes_of_parts(strategy, run["parameters"], devices, run["dtype"])
+        gathered = (4 if run["dtype"] == "no" else 2) * run["parameters"]
+        return (sum(parts.values()) - (0 if run["on_cpu"] else parts["host"])
+                + gathered * (strategy == "fsdp_keep"))
+
+    batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
+    now, ranks, rungs = needed(run["yaml"], run["devices"]), max(2, run["devices"]), []
+    if batch > 1:  # the global batch stays the same
+        parts = batch if batch % 2 else 2
+        whole = bytes_to_accumulate(run) if micro_batches == 1 else 0
+        rungs.append((f"--per_device_train_batch_size {batch // parts} "
+                      f"--gradient_accumulation_steps {micro_batches * parts}",
+                      kept * (1 - 1 / parts) - whole))  # fmt: skip
+    if run.get("activation_checkpointing") is False:
+        rungs.append(("--activation_checkpointing", spared))
+    for name in ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"]):
+        rungs.append((f"accelerate_configs/{name}.yaml on {ranks} devices",
+                      now - needed(name, ranks)))  # fmt: skip
+    if run["yaml"].startswith(("fsdp", "zero3")):
+        rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
+    return [rung for rung in rungs if not rung[1] < 1e6]
+
+
+def explain_run(run):
+    """What `hold` and `next_rungs` say of a record, as lines. Raises LookupError, TypeError,
+    ValueError or AttributeError if it is none.
+    """
+    work = run["workload"]
+    rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
+    run = run | {"yaml": name_yaml(run["strategy"], run["strategy_options"]), "rank": rank,
+                 "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
+                 "on_cpu": run["device_name"].startswith("CPU")}  # fmt: skip
+    held, host, kept, spared = hold(run)
+    yield ("{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
+           "{per_device_batch_size} x {}, mixed_precision {}".format(
+               work["sequence_length"], work["precision"], **run))  # fmt: skip
+    if peak := rank["peak_memory_mb"]:
+        yield f"MB that rank {rank['rank']} held at its peak:\n"
+    else:
+        yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
+    for name, size in (held | {"total": sum(held.values())}).items():
+        yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
+    measured = "The total, and libraries and data," if peak else "Libraries and data"
+    yield f"\n{measured} are measured; the rest is by formula."
+    if math.isnan(kept):
+        yield "Activations are not in it: no formula here knows those of this model."
+    if host:
+        yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
+    yield "\nTry next, in this order (docs/ladder.md); in MB, what each saves at most:\n"
+    rungs = next_rungs(run, kept, spared)
+    yield from (f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
+                for text, saved in rungs)  # fmt: skip
+    if not rungs:
+        yield "a smaller model, or a device with more memory"
+    if not peak:
+        yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."
