@@ -14,20 +14,17 @@ from reporting.splitting import PARTS, computing_seconds, find_alone
 
 COLUMNS = {"dp": "DP", "ddp": "DDP", "fsdp": "FSDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
-KINDS = """**What is fixed** says against what a speedup is measured. *Batch per device*: each
-device has as much to do in a step as the baseline. So the global batch grows with the devices, an
-epoch has fewer steps, and the losses differ from the baseline's. *Global batch*: the steps are the
-same, and without dropout the losses and weights are those of the baseline. Each device has its part
-of the batch. *Not known*: the times were measured by hand, and you answer for the work being the
-same. The baseline is one device. Speedup = its time / time, and efficiency = speedup / devices.
+KINDS = """Speedup = time of the baseline, one device, / time; efficiency = speedup / devices. The
+column *fixed* says against which baseline. *Batch per device*: each device has as much to do in a
+step as the baseline, so the global batch grows, an epoch has fewer steps, and the losses differ.
+*Global batch*: the steps are the same, and without dropout the losses and weights too. *Not known*:
+the times were measured by hand, and you answer for the work being the same.
 
-**Which time.** The column *of* says it. *Steady steps* is the time per sample of all steps but the
-first 10, in which memory and connections are set up. It is used where both cells have at least 30
-steady steps. *Training* is `seconds`, all of training. It is used for short runs and for times
-measured by hand. `total` also has the start, evaluations and saving. All figures are medians over
-the repeats. *Note* marks a cell that you should not rely on: it has fewer than 30 steady steps, or
-its repeats differ by more than 10 %. MFU is the share of the GPU's peak FLOP/s that the model's
-matrix products use, the warm-up included."""
+The column *of* says which time. *Steady steps*: the time per sample of all steps but the first 10,
+where both cells have at least 30 such steps. *Training*: `seconds`, all of training. `total` also
+has the start, evaluations and saving. All figures are medians over the repeats. *Note* marks a cell
+that you should not rely on: it has fewer than 30 steady steps, or its repeats differ by more than
+10 %. MFU is the share of the GPU's peak FLOP/s that the model's matrix products use."""
 
 
 def table(columns):
@@ -254,7 +251,6 @@ def describe_formulas(known, held):
         sent.append(bytes_sent(*size) if simple else None)
     sent, kept = pd.Series(sent, known.index, float), held["activations"]
     held = held.drop(columns="activations").sum(axis=1, skipna=False)
-    peak = "peak MB, resident set" if on_cpu else "peak MB, allocated by torch"
     return ("What the formulas say of a rank. Bytes sent are those in fp32 without accumulation, "
             "and over gloo on a CPU. Bytes held include what is offloaded to the host. Activations "
             "are those of the layers of a transformer, for windows of full length and without "
@@ -265,7 +261,6 @@ def describe_formulas(known, held):
                 "MB sent per step": show(sent / 1e6, "{:,.2f}"),
                 "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
                 "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
-                peak + " measured": show(known["peak_memory_mb"], "{:,.0f}"),
                 "MB of training alone": show(known["training_memory_mb"], "{:,.0f}")}))
 
 

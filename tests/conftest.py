@@ -1,4 +1,4 @@
-"""What the tests share: a real `accelerate launch`, records, weights, and real data where a developer has some."""
+"""What the tests share: launches, records, weights, and real data where a developer has some."""
 
 import json
 import locale
@@ -26,7 +26,7 @@ shutil.unpack_archive(ROOT / "docs" / "results" / "report-cpu" / "records.tar.xz
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # more of the memory ladder
+RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 
 class Result:
@@ -48,7 +48,7 @@ class Result:
         return load_file(self.folder / "model.safetensors")
 
     def error_line(self):
-        """The one line in which the script says what is wrong; everything else on stderr is the launcher's."""
+        """The one line in which the script says what is wrong; all else is the launcher's."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, f"expected one error line, got {lines} in:\n{self.err}"
         assert self.code != 0
@@ -57,7 +57,8 @@ class Result:
 
 def run(command, folder=None, env=None, timeout=240):
     """Run a command in the project's root and return its Result."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True,
+                          timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
@@ -71,22 +72,24 @@ def table_of(text, first_cell):
 
 
 def environment(changes):
-    return os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (changes or {})
+    ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | ours | (changes or {})
 
 
 def run_forked(words, argv, folder, env, timeout):
-    """As `run` of an `accelerate launch WORDS ARGV`, by ranks that need not import anything: see warm.py."""
+    """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         code = warm.run_ranks(words, argv, environment(env), ROOT, out.name, err.name, timeout)
         return Result(code, out.read(), err.read(), folder)
 
 
 def launch(
-    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240, real=False
+    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240
 ):  # fmt: skip
-    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has to exit with 0.
+    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has
+    to exit with 0.
 
-    Unless `real` is true, or `env` has what a library reads when it is imported, the ranks are forked: see warm.py.
+    The ranks are forked (see warm.py), unless `env` has what a library reads when it is imported.
     With a SPY_ variable in `env`, tests/spy.py runs the script.
     """
     if any(name.startswith("SPY_") for name in env or {}):
@@ -95,7 +98,7 @@ def launch(
     words += ["--num_processes", str(processes)] if processes else []
     words += launcher
     argv = [str(script), "--output_dir", *map(str, [folder, *flags])]
-    if real or any(name.startswith(warm.READ_AT_IMPORT) for name in env or {}):
+    if any(name.startswith(warm.READ_AT_IMPORT) for name in env or {}):
         result = run([*ACCELERATE, *words, *argv], Path(folder), env, timeout)
     else:
         result = run_forked(words, argv, Path(folder), env, timeout)
@@ -111,13 +114,15 @@ def anchor(heading):
 
 def pytest_configure(config):
     if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
-        pytest.exit("the tests read and print UTF-8, which this locale is not: PYTHONUTF8=1 make test", 2)
+        pytest.exit("the tests read and print UTF-8, which this locale is not: "
+                    "PYTHONUTF8=1 make test", 2)
 
 
 @pytest.fixture(autouse=True)
 def own_signals():
-    """Give pytest its signal handlers back after a test that ran a script's main() in this process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    """Give pytest its signal handlers back after a script's main() ran in this process."""
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

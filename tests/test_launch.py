@@ -71,14 +71,19 @@ def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, refe
     ("dp", "--multi_gpu --num_processes 2", "ddp"),  # its mark counts with one process only
     ("baseline", "--debug --dynamo_backend eager", "baseline"),
     ("ddp", "--debug --mixed_precision bf16", "ddp"),
+    ("fsdp", "--mixed_precision bf16", "fsdp"),
 ])
 def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
-    """They are in the record, and make no dp. The weights have their names, also when compiled."""
+    """They are in the record, and make no dp. The weights have their names, also when compiled. In
+    bf16 the LSTM itself computes in fp32 under ddp: its weights are fp32.
+    """
     result = launch(yaml, MNIST, tmp_path, "--dataset", "digits", "--max_train_steps", 1,
                     launcher=launcher.split())
     record = result.record
     assert (record["strategy"], record["processes"]) == (strategy, 1 if yaml == "baseline" else 2)
     for name, word in (("precision", "bf16"), ("dynamo", "eager")):
         assert record[name] == record["workload"][name] == (word if word in launcher else "no")
+    dtype = "bf16" if yaml == "fsdp" else "no"
+    assert record["workload"]["compute_dtype"] == dtype
     assert record["steps"] == len(result.losses) == 1 and record["samples_per_second"] > 0
     assert "head.weight" in result.weights
