@@ -118,10 +118,9 @@ def details(group, parts, held, links, predict_to, files):
     """All that is known of one workload, as sections of Markdown."""
     yield f"All runs have in common: {name_work(group.iloc[0])}."
     yield " ".join(filter(None, [say_prediction(group), say_missing(group, bool(links))]))
-    shapes = [shape(cell) for _, cell in group.iterrows()]
     spread = [f"{cell['fastest']:.2f}-{cell['slowest']:.2f}" for _, cell in group.iterrows()]
     yield table({
-        "strategy": group["shown"], "nodes x devices": shapes,
+        "strategy": group["shown"], "nodes x devices": shapes_of(group),
         "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
         "step in ms": show(group["step_seconds"] * 1000, "{:.2f}"),
         "samples/s": show(group["samples_per_second"], "{:,.1f}"),

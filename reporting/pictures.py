@@ -13,6 +13,8 @@ import pandas as pd
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot, ticker  # noqa: E402  after the choice above
 
+from reporting.comparing import shape  # noqa: E402
+
 FONTS = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 9, "figure.dpi": 150}
 
 # Colour, marker and line of a strategy; a variant has the colour of its strategy. A larger marker
@@ -40,7 +42,7 @@ def style_of(cell):
 
 
 def name_of(cell):
-    return f"{cell['shown']}, {cell['nodes']:.0f} x {cell['gpus_per_node']:.0f}"
+    return f"{cell['shown']}, {shape(cell)}"
 
 
 def plot_work(group, parts, held, folder, suffix):

@@ -118,24 +118,27 @@ def add_seconds(row, record):
             for step, loss in record["loss_history"]]
 
 
+def cpu_seconds(record):
+    """The CPU seconds of a thread of each rank in training, where the CPU is what computes; else
+    NaN.
+    """
+    on_cpu = record["device_name"].startswith("CPU")
+    return [rank.get("train_cpu", math.nan) if on_cpu else math.nan for rank in record["ranks"]]
+
+
 def find_waiting(record):
     """Seconds per step that a rank waits for the slowest one, on average: the most that a rank
-    computes less the mean. The CPU seconds of a thread tell it, where the CPU is what computes.
+    computes less the mean.
     """
-    computed = [rank.get("train_cpu", math.nan) for rank in record["ranks"]]
-    if not record["device_name"].startswith("CPU"):
-        return math.nan
+    computed = cpu_seconds(record)
     return (max(computed) - sum(computed) / len(computed)) / max(1, record["steps"])
 
 
 def find_busy_share(record):
-    """CPU seconds per second of training, of the rank with the fewest: on a CPU, 1 if nothing else
-    took the cores and no rank waited. NaN on a GPU.
+    """CPU seconds per second of training, of the rank with the fewest: 1 if nothing else took the
+    cores and no rank waited.
     """
-    computed = [rank.get("train_cpu", math.nan) for rank in record["ranks"]]
-    if not record["device_name"].startswith("CPU") or not record["seconds"]["train"]:
-        return math.nan
-    return min(computed) / record["seconds"]["train"]
+    return min(cpu_seconds(record)) / (record["seconds"]["train"] or math.nan)
 
 
 def find_padded_tokens(record):

@@ -16,8 +16,7 @@ def listed(names):
 
 def sentences(group, parts, lost):
     """What the figures of a workload show, as a list of at most five sentences. `lost` names the
-    cells without a result. A sentence is left
-    out if repeats differ by more than it would claim.
+    cells without a result. A sentence is left out if repeats differ by more than it would claim.
     """
     texts = (say_baseline(group), say_fastest(group), say_scaling(group), say_costs(group, parts),
              say_doubts(group, lost))

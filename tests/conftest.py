@@ -4,7 +4,6 @@ import json
 import locale
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +19,6 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
-UNPACKED = tempfile.TemporaryDirectory(prefix="example-")  # it goes when Python ends
-RECORDS = Path(UNPACKED.name)  # of the example report
-shutil.unpack_archive(ROOT / "docs" / "results" / "report-cpu" / "records.tar.xz", RECORDS)
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
@@ -105,6 +101,14 @@ def launch(
     if ok:
         assert result.code == 0, f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}"
     return result
+
+
+@pytest.fixture(scope="session")
+def example_records():
+    """The folder with the records of the example report."""
+    from reporting.records import unpack
+
+    return unpack(ROOT / "docs" / "results" / "report-cpu" / "records.tar.xz")
 
 
 def anchor(heading):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from conftest import ROOT, STRATEGIES, run, table_of
+from test_predict import BASE
 from transformers import BertConfig, BertForQuestionAnswering
 
 from reporting import links, memory, prediction
@@ -63,8 +64,7 @@ def test_the_worked_example_is_what_report_py_says():
 
 def test_what_berts_last_bucket_holds():
     """And how many collectives a step has."""
-    parts = prediction.parts_of({"parameters": count_parameters(), "layers": 12, "hidden_size": 768,
-                                 "intermediate_size": 3072, "positions": 512, "tensors": None})
+    parts = prediction.parts_of(BASE | {"parameters": count_parameters()})
     tensors, mib = prediction.backward_tensors(parts), 2**20
     buckets = prediction.fill_buckets([4 * size for size, _ in tensors], 25 * mib, first=mib)
     embeddings, layer = sum(parts.words + parts.others), sum(parts.layers[0])

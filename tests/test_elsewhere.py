@@ -22,7 +22,7 @@ import pytest
 import slurm_cluster
 import test_lab
 import test_notebook
-from conftest import ACCELERATE, RECORDS, ROOT
+from conftest import ACCELERATE, ROOT
 from test_bert import TINY
 
 import train_mnist_rnn
@@ -38,7 +38,6 @@ CPUS = {
     "Intel(R) Xeon(R) Processor": "model name\t: Intel(R) Xeon(R) Processor\nstepping\t: 8\n" * 2,
     None: "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n",  # ARM
 }
-COMMITTED = json.loads((RECORDS / "bert" / "ddp-1x2-r1" / "run.json").read_text())["device_name"]
 HOST = "gpu-01.lab-2.example.org"  # which no name server knows
 COMPILERS = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|c89|c99|clang|clang\+\+|cpp)(-[\d.]+)?")
 
@@ -251,7 +250,7 @@ CONDITIONS = [
 
 
 @pytest.fixture(scope="module")
-def try_out():
+def try_out(example_records):
     """condition -> the record of a run under it, and the sections of its report; made once."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as outside:
         Path(outside).chmod(0o755)  # pytest's own folders are for their owner only
@@ -261,13 +260,13 @@ def try_out():
             if condition not in results:
                 folder = Path(outside) / condition.__name__[:20]
                 folder.mkdir()
-                results[condition] = train_and_report(condition(folder), folder)
+                results[condition] = train_and_report(condition(folder), folder, example_records)
             return results[condition]
 
         yield get
 
 
-def train_and_report(place, folder):
+def train_and_report(place, folder, examples):
     expression, value = place.proof
     names = "locale, os, pty, shutil, socket, sys, tempfile, time"
     program = f"import {names}; locale.setlocale(locale.LC_ALL, ''); print({expression})"
@@ -286,7 +285,7 @@ def train_and_report(place, folder):
         "bert/ddp-1x2-r1",
     ):  # what is to be said of these is everywhere the same
         (runs / name).mkdir(parents=True)
-        shutil.copy(RECORDS / name / "run.json", runs / name)
+        shutil.copy(examples / name / "run.json", runs / name)
     os.chown(folder / "work", place.owner, -1)
     os.chown(runs, place.owner, -1)
 
@@ -319,14 +318,15 @@ def train_and_report(place, folder):
         "--predict",
         4,
         "--check",
-        RECORDS / "mnist" / "check-1x2-r1" / "check.json",
+        examples / "mnist" / "check-1x2-r1" / "check.json",
     ]
     code, printed, problem = place.run(sys.executable, "report.py", *words)
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (output / "report.md").read_text(encoding="utf-8")
     assert report in printed and len(list(output.glob("*.png"))) > 10
     # The details of each workload, without their titles, which name what differs.
-    sections = [section.split("\n", 1)[1] for section in report.split("\n## ") if "in common: " in section]
+    sections = [section.split("\n", 1)[1] for section in report.split("\n## ")
+                if "in common: " in section]
     [own] = [text for text in sections if f"steps 3, device_name {record['device_name']}, " in text]
     ranks = [line for line in own.splitlines() if f"| {place.out} " in line and " 0m" in line]
     assert len(ranks) == 2 and all(f" {seen['host']} " in line for line in ranks), own
@@ -341,7 +341,7 @@ def train_and_report(place, folder):
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
-def test_the_same_run(condition, try_out):
+def test_the_same_run(condition, try_out, example_records):
     """The losses of an ordinary run; of the same records the same report."""
     record, sections = try_out(condition)
     usual, usual_sections = try_out(
@@ -350,7 +350,9 @@ def test_the_same_run(condition, try_out):
     losses = [loss for _, loss in usual["loss_history"]]
     assert [loss for _, loss in record["loss_history"]] == pytest.approx(losses, rel=1e-5)
     assert record["metrics"] == pytest.approx(usual["metrics"], rel=1e-5)
-    [committed] = [text for text in sections if COMMITTED in text and "steps 3," not in text]
+    example = json.loads((example_records / "bert" / "ddp-1x2-r1" / "run.json").read_text())
+    [committed] = [text for text in sections
+                   if example["device_name"] in text and "steps 3," not in text]
     assert committed in usual_sections and "Predicted from the same strategy" in committed
 
 

@@ -336,7 +336,8 @@ def test_no_total_is_more_than_its_parts(batch, precision, checkpointing):
 def test_every_rung_frees_memory():
     """From DDP on, of a large model on many devices."""
     ladder = ["ddp", "zero2", "fsdp", "fsdp_offload"]
-    totals = [memory.memory_of(name, fit.MODELS["bert-large"], 4, 384, 8)["total"] for name in ladder]
+    large = fit.MODELS["bert-large"]
+    totals = [memory.memory_of(name, large, 4, 384, 8)["total"] for name in ladder]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
     for name in ("zero2", "zero3"):
         before, after = (memory.memory_of(yaml, fit.MODELS["bert-large"], 4, 384, 8)
@@ -361,7 +362,8 @@ def test_the_table_has_a_row_for_every_yaml():
     rows, out = table_of("1800MB", "--mixed_precision", "bf16", "--num_processes", "8")
     assert rows["ddp"]["fits"] == "no" and rows["fsdp"]["fits"] == "yes"
     assert rows["ddp"]["batch"] == "0" and rows["dp"]["fits"] == "-" and "refuse it" in out
-    held = memory.memory_of("zero2_offload", fit.MODELS["bert-base"], 4, 384, 8, "bf16", False, True)
+    base = fit.MODELS["bert-base"]
+    held = memory.memory_of("zero2_offload", base, 4, 384, 8, "bf16", False, True)
     assert int(rows["zero2_offload"]["host"].replace(",", "")) == -(-held["host"] // 1e6)
     assert max(map(len, out.splitlines())) <= 110
     again, _ = table_of("1800MB", "--mixed_precision", "bf16", "--num_processes", "8",

@@ -20,7 +20,8 @@ from test_bert import TINY
 
 from reporting import links, prediction
 
-BASE = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "positions": 512, "tensors": None}
+BASE = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "positions": 512,
+        "tensors": None}
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
 BASE_SIZES = {"vocab_size": 30522, "num_hidden_layers": 12, "hidden_size": 768,
               "intermediate_size": 3072}
@@ -40,9 +41,9 @@ def test_a_model_is_taken_apart_from_its_record(sizes):
     model, config = bert(**sizes)
     real = [weight.numel() for weight in model.parameters()]
     parts = prediction.parts_of({
-        "parameters": sum(real), "layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "positions": config.max_position_embeddings,
-        "tensors": None})
+        "parameters": sum(real), "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "positions": config.max_position_embeddings, "tensors": None})
     flat = parts.words + parts.others + sum(parts.layers, []) + parts.head
     assert flat == real
     backward = prediction.backward_tensors(parts)
@@ -183,8 +184,8 @@ def test_seconds_of_a_collective_by_hand(name, ranks, tree, seconds):
 def test_steps_by_hand():
     """Forward 3 s, backward 6 s in two stages; calls of 1 s, or of 4 s."""
     def step(before, after, end):
-        return prediction.Step([prediction.Stage([], 1 / 3, []), prediction.Stage(before, 1 / 3, after),
-                             prediction.Stage([], 1 / 3, [])], end)
+        stages = ([], 1 / 3, []), (before, 1 / 3, after), ([], 1 / 3, [])
+        return prediction.Step([prediction.Stage(*stage) for stage in stages], end)
 
     call = prediction.Call("all_reduce", 1)
     cases = [  # (step, seconds of a call, overlap, busy): seconds of the step
@@ -209,8 +210,8 @@ def test_steps_by_hand():
 
 def test_what_is_not_known_is_not_predicted():
     row = {"strategy": "dp", "model": "x", "parameters": 10, "layers": math.nan,
-           "hidden_size": math.nan, "intermediate_size": math.nan, "positions": math.nan, "tensors": None,
-           "precision": "no",
+           "hidden_size": math.nan, "intermediate_size": math.nan, "positions": math.nan,
+           "tensors": None, "precision": "no",
            "gradient_accumulation_steps": 1, "strategy_options": None, "device_name": "CPU"}
     link = links.link_of(1e9, 1e-6)
     assert prediction.predict(1.0, row, 2, link) is None
@@ -244,8 +245,8 @@ def test_the_page_of_the_example_report_has_its_misses():
 def test_the_example_report_is_what_its_records_give(tmp_path):
     """And nothing was edited by hand."""
     folder = ROOT / "docs" / "results" / "report-cpu"
-    done = run([sys.executable, "report.py", folder / "records.tar.xz", "--predict", "8", "--output_dir",
-                tmp_path])
+    done = run([sys.executable, "report.py", folder / "records.tar.xz", "--predict", "8",
+                "--output_dir", tmp_path])
     assert done.code == 0, done.err
     tables = []
     for path in (folder, tmp_path):

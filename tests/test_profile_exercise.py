@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from conftest import ROOT, environment, run, run_forked
 from test_lab import blocks_of, check_kind
+from test_predict import BASE
 
 from reporting import links, prediction, splitting
 
@@ -107,8 +108,8 @@ def test_pictures_are_those_that_the_script_draws(tmp_path):
 
 
 def test_the_predictions_are_those_of_predict_and_report():
-    parts = prediction.parts_of({"parameters": PARAMETERS, "layers": 6, "hidden_size": 384, "intermediate_size": 1536,
-                                 "positions": 512, "tensors": None})
+    parts = prediction.parts_of(BASE | {"parameters": PARAMETERS, "layers": 6, "hidden_size": 384,
+                                        "intermediate_size": 1536})
     calls = {name: [call.name for call in prediction.calls_of(prediction.steps_of(name, parts, 2))]
              for name in ("ddp", "fsdp")}
     kept = json.loads((KEPT / "traces.json").read_text())

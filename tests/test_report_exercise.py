@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import RECORDS, ROOT, launch, table_of
+from conftest import ROOT, launch, table_of
 from scipy import stats
 from test_lab import blocks_of
 
@@ -32,14 +32,14 @@ def table(header, text=TEXT):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, example_records):
     """The project's root, with some records in place of those of the sweeps."""
     folder = tmp_path_factory.mktemp("exercise")
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "runs"):
             (folder / path.name).symlink_to(path)
     for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1", "check-1x2-r1"):
-        shutil.copytree(RECORDS / "bert" / name, folder / "runs/report/bert" / name)
+        shutil.copytree(example_records / "bert" / name, folder / "runs/report/bert" / name)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_bytes_and_links():
     assert re.search(r"all_gather:.*; +911 µs", guide) and f"= {125 * 0.911:.0f} ms" in WORDS
 
 
-def test_what_was_measured():
+def test_what_was_measured(example_records):
     bert, rnn = (MEASURED / "report.md").read_text().split("# Details")[1].split("\n## ")[1:3]
     for strategy, alone, sent in table("strategy | bookkeeping, on one"):
         rows = {row[1]: row for row in table("strategy   | nodes x devices   | step   |", bert)
@@ -175,7 +175,7 @@ def test_what_was_measured():
     assert timed["ddp", "1 x 2"][15] == "repeats differ by 13%" and "differ by 13 %" in WORDS
     for strategy in ("ddp", "zero2", "fsdp", "zero3"):
         assert timed[strategy, "1 x 1"][13] in WORDS
-    one = json.loads((RECORDS / "bert/baseline-1x1-r1/run.json").read_text())["seconds"]
+    one = json.loads((example_records / "bert/baseline-1x1-r1/run.json").read_text())["seconds"]
     assert f"{one['total']:.1f} s in all: {one['startup']:.1f} s of start-up" in WORDS
     assert f"{one['train']:.1f} s of training and {one['eval']:.1f} s of evaluation" in WORDS
     ranks = {(row[0], row[1]): [float(cell[2:-1]) for cell in row[3:6]]
@@ -216,18 +216,18 @@ def has(value, path):
     return True
 
 
-def test_the_template_names_what_exists(tmp_path):
+def test_the_template_names_what_exists(tmp_path, example_records):
     flags = ["--model_name_or_path", "tests/data/tiny_bert", "--from_scratch", "--train_file",
              "tests/data/squad_v1.json", "--validation_file", "tests/data/squad_v1.json"]
     run = launch("baseline", "train_bert_squad.py", tmp_path, *flags, "--max_train_steps", 2)
     records = {
         "run.json": run.record,
-        "check.json": json.loads((RECORDS / "bert/check-1x2-r1/check.json").read_text()),
+        "check.json": json.loads((example_records / "bert/check-1x2-r1/check.json").read_text()),
     }
     with open(MEASURED / "report.csv") as file:
         records["report.csv"] = next(csv.DictReader(file))
     written = {re.sub(r"-\d\.png", ".png", path.name)
-               for folder in (MEASURED, RECORDS) for path in folder.rglob("*")}
+               for folder in (MEASURED, example_records) for path in folder.rglob("*")}
     commands = {"nvidia-smi topo -m", "git rev-parse HEAD", "--profile", "[]", "-1", "-2",
                 "report.py"}
     found = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEMPLATE, flags=re.S))
