@@ -65,7 +65,7 @@ test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half 
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
 test-gpu: dev  ## prove it all on this machine's GPUs; without a GPU nothing is run
-	$(BIN)/python tests/gpu.py
+	$(BIN)/python sbatch/check_gpu.py
 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" && \

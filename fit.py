@@ -16,7 +16,7 @@ hold all gradients from the start. In fp32, DDP's total is the sum.
 
 Left out: the CUDA context and the libraries' workspaces (about 1 GB), what the allocator rounds up,
 what attention keeps for itself, and what DP needs to add up gradients. The step is one without
-accumulation, which keeps whole gradients besides. docs/ladder.md has counted totals.
+accumulation, which keeps whole gradients besides. docs/lab/12-ladder.md has counted totals.
 """
 
 import argparse

@@ -118,7 +118,7 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
     In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
     offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
-    Autocast's copies were counted, and the others as a part of a run's peak (docs/ladder.md).
+    Autocast's copies were counted, and the others as a part of a run's peak (docs/lab/12-ladder.md).
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
@@ -273,7 +273,7 @@ def bytes_to_accumulate(run):
 
 
 def next_rungs(run, kept, spared):
-    """[(what to try next, bytes that it saves at most)], in the order of docs/ladder.md. `kept` and
+    """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md. `kept` and
     `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
     """
     def needed(strategy, devices):
@@ -326,7 +326,7 @@ def explain_run(run):
         yield "Activations are not in it: no formula here knows those of this model."
     if host:
         yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
-    yield "\nTry next, in this order (docs/ladder.md); in MB, what each saves at most:\n"
+    yield "\nTry next, in this order (docs/lab/12-ladder.md); in MB, what each saves at most:\n"
     rungs = next_rungs(run, kept, spared)
     yield from (f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
                 for text, saved in rungs)  # fmt: skip

@@ -1,4 +1,4 @@
-"""tests/gpu.py, as far as it goes without a GPU: its runs, checks and report with a CPU standing in."""
+"""sbatch/check_gpu.py, as far as it goes without a GPU: its runs, checks and report with a CPU standing in."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from conftest import ROOT, environment
 
 
 def prove(folder, **env):
-    command = [sys.executable, "tests/gpu.py", "--output_dir", folder]
+    command = [sys.executable, "sbatch/check_gpu.py", "--output_dir", folder]
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True)
 
 
@@ -38,7 +38,7 @@ def test_a_difference_is_a_failed_check(tmp_path, monkeypatch):
 
 @pytest.mark.matrix
 def test_its_checks_with_a_cpu_standing_in(tmp_path):
-    """Three minutes: `pytest -m matrix tests/test_gpu.py` after a change of tests/gpu.py. The report never says that
+    """Three minutes: `pytest -m matrix tests/test_gpu.py` after a change of sbatch/check_gpu.py. The report never says that
     it saw a GPU."""
     done = prove(tmp_path, TEST_GPU_STAND_IN="cpu")
     record = json.loads((tmp_path / "gpu-report.json").read_text())

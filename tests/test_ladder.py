@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from reporting import memory, records
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
-PAGE = (ROOT / "docs" / "ladder.md").read_text()
+PAGE = (ROOT / "docs" / "lab" / "12-ladder.md").read_text()
 pytestmark = pytest.mark.slow
 
 
@@ -139,7 +139,7 @@ def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(tmp_path):
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory):
-    """The Result of the commands of docs/ladder.md, word for word, in a folder of their own."""
+    """The Result of the commands of docs/lab/12-ladder.md, word for word, in a folder of their own."""
     folder = tmp_path_factory.mktemp("ladder")
     for name in ("accelerate_configs", "tests", "fit.py", "report.py", SCRIPT):
         (folder / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each symptom appears, and each fix removes it. What is printed is read
+"""docs/reference/troubleshooting.md: each symptom appears, and each fix removes it. What is printed is read
 from the page.
 """
 
@@ -18,15 +18,15 @@ from conftest import ACCELERATE, ROOT, run, run_forked
 from torch.utils.data import DataLoader, Sampler
 
 pytestmark = pytest.mark.slow
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text()
 COMMANDS = re.findall(r"^accelerate launch .*", PAGE.replace("\\\n", ""), re.M)
-FOLDER, DDP = "tests/troubleshooting", "accelerate_configs/ddp.yaml"
+FOLDER, DDP = "docs/reference/troubleshooting", "accelerate_configs/ddp.yaml"
 TEXTS = r"(`[^`]+`(?: and `[^`]+`)?)"
 Shown = namedtuple("Shown", "yaml wrong fixed both")
 SHOWN = {  # what an entry says of its program
     name: Shown(yaml, *(re.findall("`([^`]+)`", texts) for texts in printed))
     for name, yaml, *printed in re.findall(
-        r"\[`(\w+\.\w+)`\]\(\.\./tests/troubleshooting/\1\), `?(\w+|one process)(?:\.yaml`)?: "
+        r"\[`(\w+\.\w+)`\]\(troubleshooting/\1\), `?(\w+|one process)(?:\.yaml`)?: "
         rf"{TEXTS}; with `--fix`: {TEXTS}(?:\. Both: {TEXTS})?", " ".join(PAGE.split()))}
 PROGRAMS = [name for name in SHOWN if name.endswith(".py")]
 HANGS = ["hang_uneven.py", "hang_rank_0.py"]  # nothing can run after them
