@@ -2,10 +2,15 @@
 PYTHON ?= python3
 # The pinned set: that of .venv, if there is one. Python 3.10 gets the older set. An NVIDIA driver
 # older than 580 needs it too: make train CONSTRAINTS=constraints-cu128.txt
-PINNED := $(shell cat .venv/installed 2>/dev/null)
+# Without a GPU, TORCH=cpu takes torch's build for CPUs. Once .venv is there, it decides.
+MADE := $(if $(filter clean,$(MAKECMDGOALS)),,$(shell cat .venv/installed 2>/dev/null))
 OLD_PYTHON = $(shell $(PYTHON) -c "import sys; print('-cu128' * (sys.version_info < (3, 11)))")
-CONSTRAINTS ?= $(or $(PINNED),constraints$(OLD_PYTHON).txt)
+CONSTRAINTS ?= $(or $(word 1,$(MADE)),constraints$(OLD_PYTHON).txt)
+TORCH ?= $(word 2,$(MADE))
+BUILD := $(if $(MADE),$(word 2,$(MADE)),$(TORCH))
 BIN := .venv/bin
+# A terminal shows pip's progress; a log gets the commands only.
+PIP = $(BIN)/pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
 REPEATS = 2
 STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
@@ -19,19 +24,24 @@ PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_coun
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: .venv/installed  ## make .venv and install requirements.txt into it
+setup: .venv/installed  ## make .venv and install requirements.txt into it; TORCH=cpu: without CUDA
+	@read made <$<; [ "$$made" = "$(strip $(CONSTRAINTS) $(TORCH))" ] || \
+		echo "note: .venv stays as it is ($$made); to replace it, type 'make clean' first" >&2
+
 dev: .venv/installed-dev
 
 .venv/installed: requirements.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
 		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
+	@echo "Installing into .venv, once. This takes 10 to 20 minutes, near a mirror 3 or 4:"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
-	echo $(CONSTRAINTS) > $@
+	$(PIP) -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
+		--index-url https://download.pytorch.org/whl/$(BUILD))
+	$(PIP) -c $(CONSTRAINTS) -r requirements.txt
+	echo $(CONSTRAINTS) $(BUILD) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt \
-		-c $$(cat .venv/installed)
+	$(PIP) -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
 	touch $@
 
 train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no download, no GPU needed
@@ -64,8 +74,8 @@ slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
-test-gpu: dev  ## prove it all on this machine's GPUs; without a GPU nothing is run
-	$(BIN)/python sbatch/check_gpu.py
+test-gpu: dev  ## prove it on this machine's GPUs: all of it, or make test-gpu ONLY="fp32 link"
+	$(BIN)/python sbatch/check_gpu.py $(if $(ONLY),--only $(ONLY))
 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" && \

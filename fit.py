@@ -10,10 +10,6 @@ print one row for every YAML in accelerate_configs/: what lies on each device in
 train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
 are in reporting/memory.py. tests/test_fit.py counts what they say, on a CPU.
 
-Each part is given at its largest, and the total is the peak of a step. The backward pass frees
-activations while it makes gradients, so the total is less than the sum of the parts. DDP and ZeRO-3
-hold all gradients from the start. In fp32, DDP's total is the sum.
-
 Left out: the CUDA context and the libraries' workspaces (about 1 GB), what the allocator rounds up,
 what attention keeps for itself, and what DP needs to add up gradients. The step is one without
 accumulation, which keeps whole gradients besides. docs/lab/12-ladder.md has counted totals.
@@ -26,14 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from reporting.memory import (
-    PLACES,
-    SIZES,
-    count_parameters,
-    explain_run,
-    largest_batch,
-    memory_of,
-)
+from reporting.memory import PLACES, SIZES, count_parameters, explain_run, largest_batch, memory_of
 
 MODELS = {"bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
           "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True))}  # fmt: skip
@@ -94,10 +83,8 @@ def parse_args():
         "config: hidden_size=768,num_hidden_layers=6")
     add("--per_device_train_batch_size", type=int, default=4, help="windows in a "
         "micro-batch of each device (default: %(default)s)")
-    add("--max_seq_length", type=int, default=384, help="tokens in a window "
-        "(default: %(default)s)")
-    add("--num_processes", type=int, default=2, help="devices on all nodes "
-        "(default: %(default)s)")
+    add("--max_seq_length", type=int, default=384, help="tokens in a window (default: %(default)s)")
+    add("--num_processes", type=int, default=2, help="devices on all nodes (default: %(default)s)")
     add("--mixed_precision", choices=["no", "bf16"], default="no", help="as in "
         "`accelerate launch` (default: %(default)s)")
     add("--activation_checkpointing", action="store_true", help="compute the layers again in the "

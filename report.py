@@ -7,9 +7,7 @@ node shape, and why.
 
 prints the report, and writes it as report.md, with report.csv and pictures (PNG). It reads nothing
 but the records that the training scripts leave, their traces (--profile), the plan of a sweep
-(sweep.csv), and the links that sbatch/check.py measured (check.json). What it knows is in
-reporting/: the formulas of speedup and efficiency in comparing.py, those of memory in memory.py,
-those of a step's time in prediction.py.
+(sweep.csv), and the links that sbatch/check.py measured (check.json). reporting/ does the work.
 """
 
 import argparse
@@ -24,7 +22,7 @@ from reporting.memory import hold_by_formula
 from reporting.page import KINDS, describe_traces, details, differing, first_page, title
 from reporting.pictures import plot_work
 from reporting.prediction import PREDICTED, predict_cells
-from reporting.records import NAMES, PROFILED, SAME_WORK, read_runs, read_times, unpack
+from reporting.records import NAMES, PROFILED, SAME_WORK, UNREADABLE, read_runs, read_times, unpack
 from reporting.splitting import find_shares, read_traces, split_step
 
 
@@ -65,23 +63,19 @@ def parse_args():
     except ValueError as problem:
         parser.error(problem)
     try:
-        args.links = read_links(args)
-    except (TypeError, ValueError, LookupError, AttributeError, OSError) as reason:
+        if args.check:
+            args.links = [read_link(args.check)]
+        elif args.bandwidth is not None:
+            args.links = [link_of(args.bandwidth * 1e9, args.latency / 1e6)]
+        else:  # all that lie below the folder of runs
+            args.links = find_links(args.folder) if args.folder else []
+    except UNREADABLE as reason:
         parser.error(f"{args.check} is no check.json of several ranks ({type(reason).__name__}: "
                      f"{reason})")
     if args.predict and not args.links:
         parser.error("--predict needs the link: --check with a check.json of several ranks "
                      "(sbatch/check.py leaves it), or --bandwidth and --latency")
     return args
-
-
-def read_links(args):
-    """The links to predict with: the given one, or all that lie below the folder of runs."""
-    if args.check:
-        return [read_link(args.check)]
-    if args.bandwidth is not None:
-        return [link_of(args.bandwidth * 1e9, args.latency / 1e6)]
-    return find_links(args.folder) if args.folder else []
 
 
 def write_report(args):
@@ -93,14 +87,13 @@ def write_report(args):
     cells, others = make_cells(runs), runs[runs["problem"] != ""]
     traces, unread = read_traces(args.folder) if args.folder else ([], [])
     works = list(cells.groupby(SAME_WORK, dropna=False, sort=False))
-    names = [values for values, _ in works]
     first, more = ["# Report"], ["# Details"]
     if len(works) > 1:
         first.append(f"These are {len(works)} workloads, never compared with each other; they "
-                     f"differ in {', '.join(differing(names))}.")
+                     f"differ in {', '.join(differing(cells))}.")
     for number, (_, group) in enumerate(works, 1):
         predicted = predict_cells(group, args.links)
-        cells.loc[group.index, PREDICTED] = predicted
+        cells.loc[group.index, PREDICTED] = predicted[PREDICTED]
         group = group.join(predicted)
         parts = split_step(group, find_shares(traces, group))
         held = hold_by_formula(group[group["parameters"].notna()])
@@ -108,8 +101,8 @@ def write_report(args):
         files = plot_work(group, parts, held, args.output_dir, suffix)
         failed = same(group.iloc[0], others[others["problem"] != PROFILED], SAME_WORK)
         lost = sorted({(run["strategy"], shape(run)) for _, run in failed.iterrows()}
-                      - {(cell["strategy"], shape(cell)) for _, cell in group.iterrows()})
-        heading = f"## {title(group.iloc[0], names)}"
+                      - set(zip(group["strategy"], group["shape"], strict=True)))
+        heading = f"## {title(group.iloc[0], cells)}"
         first += [heading, *first_page(group, parts, lost, files)]
         more += [heading, *details(group, parts, held, args.links, args.predict, files)]
     if traces:
@@ -125,7 +118,8 @@ def write_report(args):
             + [f"- {note}" for note in notes + unread])]
     text = "\n\n".join(filter(None, [*first, *more, "## How to read the tables", KINDS])) + "\n"
     (args.output_dir / "report.md").write_text(text, encoding="utf-8")
-    inner = ["ranks", "tensors", "losses", "shown", "speedup_low", "speedup_high", *SURE]
+    inner = ["ranks", "tensors", "losses", "shown", "shape", "label", "speedup_low",
+             "speedup_high", *SURE]
     cells.drop(columns=inner).to_csv(args.output_dir / "report.csv", index=False)
     return text
 

@@ -173,9 +173,10 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     """The features of a batch of questions, for `datasets.map`. A feature is a question with a
     window of its context, [CLS] question [SEP] window [SEP].
 
-    Columns: input_ids; begins and stops, the first and one-past-last character of each token;
-    first, the window's first token; start and end, the answer's first and last token, or 0 and 0,
-    [CLS], where the window has no answer; owner, which of the questions it belongs to.
+    Columns: input_ids, and how many, length; begins and stops, the first and one-past-last
+    character of each token; first, the window's first token;
+    start and end, the answer's first and last token, or 0 and 0, [CLS], where the window has none;
+    owner, the number of its question.
     """
     asked = [question.strip() for question in batch["question"]]
     for name, ids in zip(batch["id"], tokenizer(asked)["input_ids"], strict=True):
@@ -193,7 +194,8 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
         first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
         start, end = find_span(offsets, first, batch["answers"][row])
         features.append({
-            "input_ids": encoding.ids, "begins": offsets[:, 0], "stops": offsets[:, 1],
+            "input_ids": encoding.ids, "length": len(encoding.ids),
+            "begins": offsets[:, 0], "stops": offsets[:, 1],
             "first": first, "start": start, "end": end, "owner": owners[row]})
     return {name: [feature[name] for feature in features] for name in features[0]}
 
@@ -219,15 +221,14 @@ class Features(Dataset):
 
     def __init__(self, questions, table, key, max_seq_length):
         self.questions, self.table, self.key = questions, table, key  # dicts, datasets.Dataset
-        columns = table.with_format("torch")[:]
-        self.input_ids = list(columns["input_ids"])  # int64 [length] each
-        self.first, self.start, self.end, self.owner = (
-            columns[name] for name in ("first", "start", "end", "owner"))  # int64 [features] each
-        self.lengths = torch.tensor([len(ids) for ids in self.input_ids])
+        self.tokens = table.with_format("torch", columns=["input_ids"])  # they stay on the disk
+        names = ["length", "first", "start", "end", "owner"]
+        columns = table.with_format("torch", columns=names)[:]  # int64 [features] each
+        self.lengths, self.first, self.start, self.end, self.owner = map(columns.get, names)
         self.max_width = max_seq_length
 
     def __len__(self):
-        return len(self.input_ids)
+        return len(self.table)
 
     def width(self, lengths):
         """The width of batches whose features have `lengths` [..., batch]: dynamic padding."""
@@ -238,7 +239,7 @@ class Features(Dataset):
 
     def __getitems__(self, ids):
         """A whole batch: what the model reads, [batch, width] each; what belongs to its answers."""
-        input_ids = pad_sequence([self.input_ids[i] for i in ids], batch_first=True)
+        input_ids = pad_sequence(list(self.tokens[ids]["input_ids"]), batch_first=True)
         ids = torch.tensor(ids)
         input_ids = F.pad(input_ids, (0, self.width(self.lengths[ids]) - input_ids.shape[1]))
         positions = torch.arange(input_ids.shape[1])
@@ -256,7 +257,7 @@ def load_features(questions, tokenizer, args):
     table = datasets.Dataset.from_list(questions)
     sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
     tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
-    key = Hasher.hash([questions, sizes, tokenizer.backend_tokenizer.to_str(),
+    key = Hasher.hash([json.dumps(questions), sizes, tokenizer.backend_tokenizer.to_str(),
                        inspect.getsource(tokenize), inspect.getsource(find_span)])
     file = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key}.arrow"
 

@@ -1,5 +1,6 @@
 """Speed and scores of train_bert_squad.py, side by side with what a user would pick instead:
-transformers' Trainer, in random order or grouped by length, and n-best loops over the logits.
+transformers' Trainer, in random order or grouped by length, both also compiled, and n-best loops
+over the logits.
 
     python benchmarks/bert.py --model DIR --train_file JSON --validation_file JSON
     python benchmarks/bert.py --gpu    # BERT-base and SQuAD from the Hub, in bf16
@@ -13,6 +14,7 @@ GPU, with MFU and memory, and speed only.
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -50,12 +52,12 @@ def make_trainer(args, **settings):
     config, tokenizer, features, _ = load_inputs(args)
     columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
     rows = [{
-        "input_ids": ids.tolist(),
+        "input_ids": ids,
         "token_type_ids": [0] * first + [1] * (len(ids) - first),
         "attention_mask": [1] * len(ids),
         "start_positions": start,
         "end_positions": end,
-    } for ids, first, start, end in zip(features.input_ids, *columns, strict=True)]
+    } for ids, first, start, end in zip(features.table["input_ids"], *columns, strict=True)]
     pad, shapes = transformers.DataCollatorWithPadding(tokenizer), []
 
     def collate(rows):
@@ -65,7 +67,7 @@ def make_trainer(args, **settings):
 
     transformers.set_seed(0)
     arguments = transformers.TrainingArguments(
-        output_dir=args.output, num_train_epochs=1, per_device_train_batch_size=args.batch,
+        output_dir=args.output, per_device_train_batch_size=args.batch,
         learning_rate=args.learning_rate, use_cpu=not args.gpu, bf16=args.gpu,
         dataloader_pin_memory=args.gpu, report_to="none", save_strategy="no",
         logging_strategy="no", **settings)
@@ -76,19 +78,22 @@ def make_trainer(args, **settings):
 
 
 def train_by_trainer(args):
-    """Seconds of an epoch of Trainer and the places in its batches, padding included."""
+    """Seconds of the last epoch of Trainer, and the places in its batches, padding included."""
     import transformers
 
     class Stopwatch(transformers.TrainerCallback):
-        def on_train_begin(self, *_, **__):
+        def on_epoch_begin(self, *_, **__):
+            shapes.clear()
             self.start = time.perf_counter()
 
-        def on_train_end(self, *_, **__):
+        def on_epoch_end(self, *_, **__):
             if args.gpu:
                 torch.cuda.synchronize()
             self.seconds = time.perf_counter() - self.start
 
-    settings = {"max_grad_norm": 0}  # no clipping: the script has none
+    settings = {"max_grad_norm": 0, "num_train_epochs": 1}  # no clipping: the script has none
+    if args.compiled:  # in the first epoch
+        settings |= {"torch_compile": True, "num_train_epochs": 2}
     if args.grouped and hasattr(transformers.TrainingArguments, "train_sampling_strategy"):
         settings["train_sampling_strategy"] = "group_by_length"
     elif args.grouped:  # its name in transformers 5.0
@@ -105,7 +110,7 @@ def train_by_trainer(args):
 
 def save_trainers_model(args):
     """Train for an epoch with Trainer's defaults, and save the model."""
-    trainer, _ = make_trainer(args)
+    trainer, _ = make_trainer(args, num_train_epochs=1)
     trainer.train()
     trainer.save_model(args.output)
 
@@ -233,16 +238,19 @@ def fill_batches(args, batch):
 
 
 def compare_speed(args, batch, train_by_script, trainer):
-    """Print a table: an epoch of the same features on each side. Every step is timed."""
+    """Print a table: an epoch of the same features on each side. Every step is timed; of compiled
+    sides, every step of a second epoch.
+    """
     questions, features, tokens = fill_batches(args, batch)
     records = []  # of the script
 
-    def script():
-        run = train_by_script(batch, questions)
-        assert run["tokens"] == tokens and run["steps"] * batch == features
-        places = tokens / (1 - run["padding_share"])
+    def script(epochs=1, **options):
+        run = train_by_script(batch, questions, epochs=epochs, **options)
+        assert run["tokens"] == tokens * epochs and run["steps"] * batch == features * epochs
+        seconds = [float(found) for found in re.findall(r"([\d.]+) s of training", run["printed"])]
         records.append(run)
-        return {"seconds": run["seconds"]["train"], "places": places,
+        return {"seconds": run["seconds"]["train"] - (seconds[0] if epochs > 1 else 0),
+                "places": tokens / (1 - run["padding_share"]),
                 "memory": run["ranks"][0]["peak_memory_mb"]}
 
     def utilization(seconds):
@@ -255,6 +263,11 @@ def compare_speed(args, batch, train_by_script, trainer):
         SCRIPT: script,
         "Trainer, random order (its default)": lambda: trainer("trainer", batch, questions),
         "Trainer, grouped by length": lambda: trainer("trainer", batch, questions, "--grouped")}
+    if args.compile:
+        sides |= {
+            f"{SCRIPT}, compiled": lambda: script(2, dynamo="inductor"),
+            "Trainer, grouped by length, compiled":
+                lambda: trainer("trainer", batch, questions, "--grouped", "--compiled")}
     runs_of = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, run_side in sides.items():
@@ -317,12 +330,14 @@ def main():
     add("--batches", type=int, nargs="*",
         help="batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)")
     add("--questions", type=int, help="to compare speed on (default: 600; with --gpu: 4000)")
+    add("--compile", action="store_true", help="also compare speed by torch.compile")
     add("--epoch_questions", type=int, default=4000,
         help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)")
     add("--learning_rate", type=float, default=1e-4)
     add("--role", choices=ROLES, help=argparse.SUPPRESS)
     add("--batch", type=int, help=argparse.SUPPRESS)
     add("--grouped", action="store_true", help=argparse.SUPPRESS)
+    add("--compiled", action="store_true", help=argparse.SUPPRESS)
     add("--output", default=tempfile.gettempdir(), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.batches = args.batches or ([8, 16, 32, 64] if args.gpu else [8, 32])
@@ -346,11 +361,12 @@ def main():
                     "--questions", questions, "--learning_rate", args.learning_rate,
                     *["--gpu"] * args.gpu, *flags)
 
-    def train_by_script(batch, questions, eval_questions=1):
+    def train_by_script(batch, questions, eval_questions=1, epochs=1, dynamo="no"):
         return record("baseline", SCRIPT, "--model_name_or_path", args.model, *inputs,
                       "--max_train_samples", questions, "--max_eval_samples", eval_questions,
                       "--per_device_train_batch_size", batch, "--learning_rate", args.learning_rate,
-                      "--num_epochs", 1, precision="bf16" if args.gpu else "no")
+                      "--num_epochs", epochs, precision="bf16" if args.gpu else "no",
+                      dynamo=dynamo)
 
     def train_lstm(batch):
         run = record("baseline", "train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", 60,

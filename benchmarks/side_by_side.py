@@ -1,4 +1,4 @@
-"""What the benchmarks share: a run of a script, a role in a fresh process, and a row of the table."""
+"""What the benchmarks share: a run of a script, a role in a fresh process, a row of a table."""
 
 import json
 import statistics
@@ -12,18 +12,20 @@ sys.path.insert(0, str(ROOT))
 
 
 def launcher(strategy):
-    """The words of `accelerate launch` with a strategy's YAML, to put between python and a script."""
-    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file",
-            f"accelerate_configs/{strategy}.yaml"]  # fmt: skip
+    """The words of `accelerate launch` with a strategy's YAML, between python and a script."""
+    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0",
+            "--config_file", f"accelerate_configs/{strategy}.yaml"]
 
 
-def record(strategy, script, *flags, root=ROOT, precision="no"):
-    """The run.json of a run of a script under a strategy's YAML, both of the checkout `root`."""
+def record(strategy, script, *flags, root=ROOT, precision="no", dynamo="no"):
+    """The run.json of a run of a script under a strategy's YAML, both of the checkout `root`; and
+    what it "printed".
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launcher(strategy), "--mixed_precision", precision, script,
-                   "--output_dir", folder, *map(str, flags)]
-        subprocess.run(command, cwd=root, check=True, capture_output=True)
-        return json.loads((Path(folder) / "run.json").read_text())
+        command = [sys.executable, *launcher(strategy), "--mixed_precision", precision,
+                   "--dynamo_backend", dynamo, script, "--output_dir", folder, *map(str, flags)]
+        done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+        return json.loads((Path(folder) / "run.json").read_text()) | {"printed": done.stdout}
 
 
 def role(file, *arguments, launcher=()):

@@ -77,17 +77,14 @@ def shape(cell):
 
 def doubts(cell):
     """What is not enough about a cell's measurement, in a few words, or ""."""
-    found = []
-    if cell["steady_steps"] < STEADY_STEPS:
-        found.append(f"{cell['steady_steps']:.0f} steady steps")
-    if cell["spread"] > SPREAD:
-        found.append(f"repeats differ by {cell['spread']:.0%}")
-    return ", ".join(found)
+    few = f"{cell['steady_steps']:.0f} steady steps" * (cell["steady_steps"] < STEADY_STEPS)
+    wide = f"repeats differ by {cell['spread']:.0%}" * (cell["spread"] > SPREAD)
+    return ", ".join(filter(None, [few, wide]))
 
 
 def make_cells(runs):
     """A row for each workload, strategy, shape and batch: the medians of its repeats, speedup and
-    efficiency. `shown` is the strategy in words.
+    efficiency. `shown` is the strategy in words, and `label` names the cell.
     """
     rows, timings = [], runs[runs["problem"] == ""]
     for values, repeats in timings.groupby(SAME_WORK + CELL, dropna=False, sort=False):
@@ -114,8 +111,9 @@ def make_cells(runs):
     cells["activation_checkpointing"] = cells["activation_checkpointing"].eq(True)  # or not known
     add_speedups(cells)
     cells["shown"] = name_variants(cells)
-    cells["mfu"] = [flops_utilization(cell) if isinstance(cell["device_name"], str) else None
-                    for _, cell in cells.iterrows()]
+    cells["shape"] = [shape(cell) for _, cell in cells.iterrows()]
+    cells["label"] = cells["shown"] + " on " + cells["shape"]
+    cells["mfu"] = [flops_utilization(cell) for _, cell in cells.iterrows()]
     return cells
 
 
@@ -171,11 +169,7 @@ def differing_options(options):
 
 def find_baseline(cell, cells):
     """What is fixed between a cell and its 1-device baseline, and that baseline; (None, None) if
-    there is none.
-
-    Both have to train on as many samples, give or take 1 %. With a fixed number of steps instead of
-    epochs, or where much of an epoch does not fill a global batch, more devices with the same batch
-    each do more or less work.
+    there is none. Both have to train on as many samples, give or take 1 %.
     """
     base = same(cell, cells[(cells["strategy"] == "baseline") & (cells["devices"] == 1)], SAME_WORK)
     if not pd.isna(cell["samples_trained"]):

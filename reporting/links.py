@@ -5,19 +5,19 @@ import json
 import math
 import statistics
 
+from reporting.records import UNREADABLE
+
 
 def bytes_sent(strategy, parameters, devices, gloo=False):
     """Bytes that each rank sends in a step, in fp32 and without accumulation; None if no formula is
     known. `strategy` is the name of a YAML.
 
     With ring algorithms, an all-gather or a reduce-scatter of P bytes costs a rank (n - 1) / n x P.
-    An all-reduce is one of each. DDP, ZeRO-1, ZeRO-2 and fsdp_keep need both once. FSDP and ZeRO-3
-    gather once more, for the backward pass: section 7 of https://arxiv.org/abs/1910.02054. ZeRO-3
-    spares this for the 30 million parameters that it may hold at a time, as the last of the forward
-    pass are the first of the backward pass. FSDP gathers a model without layers, such as the LSTM,
-    only once; this is left out here. gloo has no reduce-scatter: an all-reduce takes its place,
-    with twice the bytes, and in ZeRO-1 and ZeRO-2 a reduce, with 1.5 times. Offload sends nothing
-    more.
+    An all-reduce is one of each. FSDP and ZeRO-3 gather once more, for the backward pass: section 7
+    of https://arxiv.org/abs/1910.02054. ZeRO-3 spares this for the 30 million parameters that it
+    may hold at a time. FSDP gathers a model without layers, such as the LSTM, only once; this is
+    left out here. gloo has no reduce-scatter: an all-reduce takes its place, with twice the bytes,
+    and in ZeRO-1 and ZeRO-2 a reduce, with 1.5 times.
     """
     if strategy == "baseline":
         return 0
@@ -40,11 +40,10 @@ def seconds_of(call, in_a_row, link, ranks, tree=False):
     line, checked = link["collectives"][call.name], link["processes"]
     line = line["in_a_row"] if in_a_row else line
     tree = tree or call.name == "broadcast"
-    hops = (lambda n: math.log2(n)) if tree else (lambda n: n - 1)
-    latency = line["latency_seconds"] * hops(ranks) / hops(checked)
-    ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
-    carried = call.bytes * (ring * (ranks - 1) / ranks if ring else 1)  # bus_share in check.py
-    return latency + carried / line["bandwidth_bytes_per_second"]
+    hops, before = (math.log2(n) if tree else n - 1 for n in (ranks, checked))
+    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
+    carried = call.bytes * (turns * (ranks - 1) / ranks if turns else 1)  # as check.py fits it
+    return line["latency_seconds"] * hops / before + carried / line["bandwidth_bytes_per_second"]
 
 
 def link_of(bandwidth, latency):
@@ -54,14 +53,12 @@ def link_of(bandwidth, latency):
     line = {"latency_seconds": latency, "bandwidth_bytes_per_second": bandwidth, "residual": 0.0}
     line["in_a_row"] = dict(line)
     names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-    return {"processes": 2, "nodes": 2, "backend": None, "busy": 0.0,
+    return {"processes": 2, "nodes": 2, "backend": None, "busy": 0.0, "core_share": 1.0,
             "collectives": dict.fromkeys(names, line)}
 
 
 def read_link(path):
-    """A check.json. Raises ValueError, LookupError, TypeError or AttributeError if it has no
-    measured link.
-    """
+    """A check.json. Raises an error of UNREADABLE if it has no measured link."""
     link = json.loads(path.read_bytes())
     lines = link["collectives"].values()
     for line in [*lines, *(line["in_a_row"] for line in lines)]:
@@ -69,7 +66,7 @@ def read_link(path):
             raise ValueError("a bandwidth is not greater than 0, or a latency negative")
     return {"nodes": int(link["nodes"]), "processes": int(link["processes"]),
             "backend": link["backend"], "collectives": link["collectives"],
-            "busy": float(link["busy"])}
+            "busy": float(link["busy"]), "core_share": link.get("core_share") or 1.0}
 
 
 def find_links(folder):
@@ -78,7 +75,7 @@ def find_links(folder):
     """
     shapes = {}
     for path in sorted(folder.rglob("check.json")):
-        with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError, OSError):
+        with contextlib.suppress(*UNREADABLE):
             link = read_link(path)
             key = link["nodes"], link["processes"], link["backend"]
             shapes.setdefault(key, []).append(link)
@@ -95,9 +92,9 @@ def median_link(links):
     for name in links[0]["collectives"]:
         lines = [link["collectives"][name] for link in links]
         found[name] = median(lines) | {"in_a_row": median([line["in_a_row"] for line in lines])}
-    return links[0] | {
-        "collectives": found,
-        "busy": statistics.median(link["busy"] for link in links)}
+    shares = {key: statistics.median(link[key] for link in links)
+              for key in ("busy", "core_share")}
+    return links[0] | {"collectives": found} | shares
 
 
 def find_link(cell, links):

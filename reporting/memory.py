@@ -61,15 +61,11 @@ def bytes_of_parts(strategy, parameters, devices, precision="no"):
 
 
 def bytes_held(strategy, parameters, devices, precision="no"):
-    """Bytes of parameters, gradients and optimizer states of each rank, those on the host included;
-    activations come on top. None for a strategy that no formula is known of.
-
-    16 bytes a parameter in fp32 (4 + 4 + 8), sharded over n ranks or not: section 5 of
-    https://arxiv.org/abs/1910.02054. `bytes_of_parts` has the rest.
+    """The sum of `bytes_of_parts`, those on the host included; activations come on top. None for a
+    strategy that no formula is known of.
     """
-    if strategy not in PLACES:
-        return None
-    return sum(bytes_of_parts(strategy, parameters, devices, precision).values())
+    known = strategy in PLACES
+    return sum(bytes_of_parts(strategy, parameters, devices, precision).values()) if known else None
 
 
 def bytes_of_activations(tokens, layers, hidden_size, intermediate_size, precision="no",
@@ -79,13 +75,11 @@ def bytes_of_activations(tokens, layers, hidden_size, intermediate_size, precisi
 
     Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value;
     attention's output; the input of both normalisations, and the output of the first) and 2 of
-    intermediate_size: what equation 1 of https://arxiv.org/abs/2205.05198 counts, with fused
-    attention, which keeps no scores. That is the case on GPUs; on a CPU, only without dropout.
-    Autocast keeps the inputs of normalisations in fp32, and casts a layer's input three times, for
-    query, key and value. Dropout keeps two masks on a GPU, a byte for each element.
-
-    Activation checkpointing keeps the inputs of the layers, and one layer is computed again at a
-    time: section 5 there.
+    intermediate_size: equation 1 of https://arxiv.org/abs/2205.05198, with fused attention, which
+    keeps no scores: on GPUs always, on a CPU only without dropout. Autocast keeps the inputs of
+    normalisations in fp32, and casts a layer's input three times, for query, key and value. Dropout
+    keeps two masks on a GPU, a byte for each element. Activation checkpointing keeps the inputs of
+    the layers, and one layer is computed again at a time: section 5 there.
     """
     size = 4 if precision == "no" else 2
     layer = tokens * size * (8 * hidden_size + 2 * intermediate_size)
@@ -118,7 +112,7 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
     In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
     offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
-    Autocast's copies were counted, and the others as a part of a run's peak (docs/lab/12-ladder.md).
+    docs/lab/12-ladder.md has counted totals.
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
@@ -216,20 +210,19 @@ def hold_by_formula(known):
     rows = {}
     for i, cell in known.iterrows():
         strategy, precision = cell["strategy"], cell["precision"]
-        row = dict.fromkeys([*HELD, "activations"], math.nan)
-        if precision in ("no", "bf16") and bytes_held(strategy, 1, 1) is not None:
+        row = rows[i] = {}
+        if precision in ("no", "bf16") and strategy in PLACES:
             row |= bytes_of_parts(strategy, cell["parameters"], int(cell["devices"]), precision)
             tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
-            kept = bytes_of_activations(
+            row["activations"] = bytes_of_activations(
                 tokens, *cell[ARCHITECTURE[:3]].astype(float), compute_dtype(strategy, precision),
                 cell["activation_checkpointing"])
-            row["activations"] = math.nan if kept is None else kept
         # With accumulation these keep whole gradients from the first micro-batch to the last.
         keeps = strategy == "zero1" or strategy.startswith("fsdp")
         if keeps and cell["gradient_accumulation_steps"] > 1:
             row |= dict.fromkeys(HELD, math.nan)
-        rows[i] = row
-    return pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
+    found = pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
+    return found.reindex(known.index)
 
 
 def hold(run):
@@ -273,8 +266,8 @@ def bytes_to_accumulate(run):
 
 
 def next_rungs(run, kept, spared):
-    """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md. `kept` and
-    `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
+    """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md.
+    `kept` and `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
     """
     def needed(strategy, devices):
         """Bytes of parameters, gradients and states on a device, with what fsdp_keep gathers."""

@@ -5,7 +5,7 @@ import math
 
 import pandas as pd
 
-from reporting.comparing import doubts, shape
+from reporting.comparing import doubts, same
 from reporting.links import bytes_sent, find_link
 from reporting.prediction import interval, predict
 from reporting.records import SAME_WORK
@@ -34,11 +34,7 @@ def table(columns):
 
 
 def show(values, form):
-    return [None if value is None or pd.isna(value) else form.format(value) for value in values]
-
-
-def shapes_of(cells):
-    return [shape(cell) for _, cell in cells.iterrows()]
+    return [None if pd.isna(value) else form.format(value) for value in values]
 
 
 def as_time_prints(seconds):
@@ -47,30 +43,22 @@ def as_time_prints(seconds):
     return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
 
 
-def title(cell, works):
+def title(cell, cells):
     """A workload in a few words: model, data, and in what others with the same two differ."""
-    mine = [str(cell[name]) for name in ("model", "dataset")]
-    alike = [work for work in works if [str(work[SAME_WORK.index("model")]),
-                                        str(work[SAME_WORK.index("dataset")])] == mine]
-    names = differing(alike)
-    rest = [f"{name} {as_text(cell[name])}" for name in names if not pd.isna(cell[name])]
-    known = [str(cell[name]) for name in ("model", "dataset") if not pd.isna(cell[name])]
-    return ", ".join([" on ".join(known) or cell["script"], *rest])
+    alike = same(cell, cells, ["model", "dataset"])
+    known = [cell[name] for name in ("model", "dataset") if not pd.isna(cell[name])]
+    return ", ".join([" on ".join(known) or cell["script"], *in_words(cell, differing(alike))])
 
 
-def differing(works):
-    """The names in which these workloads, tuples of SAME_WORK, differ."""
-    return [name for i, name in enumerate(SAME_WORK) if len({str(work[i]) for work in works}) > 1]
+def differing(cells):
+    """The names of what must be the same, in which the workloads of these cells differ."""
+    return [name for name in SAME_WORK if cells[name].nunique(dropna=False) > 1]
 
 
-def as_text(value):
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def name_work(cell):
-    """A workload in words, with all that must be the same."""
-    return ", ".join(f"{name} {as_text(cell[name])}" for name in SAME_WORK
-                     if not pd.isna(cell[name]) and cell[name] not in ("no", ""))
+def in_words(cell, names):
+    """What a cell has of these names, as texts such as "threads 1"."""
+    return [f"{name} {cell[name]:g}" if isinstance(cell[name], float) else f"{name} {cell[name]}"
+            for name in names if not pd.isna(cell[name])]
 
 
 def first_page(group, parts, lost, files):
@@ -93,14 +81,14 @@ def small_table(group, cells):
     """Rows are shapes, columns strategies; `cells` are texts that are known already. Of cells with
     several batches, the one with the most repeats. None if only baselines are known.
     """
-    order = {"batch per device": 0, "global batch": 1}
     plain = group[group["strategy"].isin(COLUMNS) & ~group["activation_checkpointing"]]
-    for _, cell in sorted(plain.iterrows(), reverse=True, key=lambda row: (
-            row[1]["repeats"], -order.get(row[1]["fixed"], 2))):
+    order = plain["fixed"].map({"batch per device": 0, "global batch": 1}).fillna(2)
+    plain = plain.assign(order=order).sort_values(["repeats", "order"], ascending=[False, True])
+    for _, cell in plain.iterrows():
         text = f"{cell['seconds']:.1f} s"
         if not pd.isna(cell["speedup"]):
             text += f", {cell['speedup']:.2f}×, {100 * cell['efficiency']:.0f} %"
-        cells.setdefault((cell["strategy"], shape(cell)), text)
+        cells.setdefault((cell["strategy"], cell["shape"]), text)
     shapes = sorted({size for name, size in cells if name in COLUMNS}, key=lambda size: (
         math.prod(map(int, size.split(" x "))), size))
     used = [name for name in COLUMNS if any(strategy == name for strategy, _ in cells)]
@@ -116,11 +104,12 @@ def pictures_of(files, names):
 
 def details(group, parts, held, links, predict_to, files):
     """All that is known of one workload, as sections of Markdown."""
-    yield f"All runs have in common: {name_work(group.iloc[0])}."
+    work = [name for name in SAME_WORK if group[name].iloc[0] not in ("no", "")]
+    yield f"All runs have in common: {', '.join(in_words(group.iloc[0], work))}."
     yield " ".join(filter(None, [say_prediction(group), say_missing(group, bool(links))]))
     spread = [f"{cell['fastest']:.2f}-{cell['slowest']:.2f}" for _, cell in group.iterrows()]
     yield table({
-        "strategy": group["shown"], "nodes x devices": shapes_of(group),
+        "strategy": group["shown"], "nodes x devices": group["shape"],
         "global batch": show(group["global_batch_size"], "{:.0f}"), "runs": group["repeats"],
         "step in ms": show(group["step_seconds"] * 1000, "{:.2f}"),
         "samples/s": show(group["samples_per_second"], "{:,.1f}"),
@@ -132,11 +121,7 @@ def details(group, parts, held, links, predict_to, files):
         "efficiency": show(group["efficiency"], "{:.0%}"),
         "note": [doubts(cell) or None for _, cell in group.iterrows()],
         "median run": group["run"], "log": group["log"]})
-    keeping = group[~group["activation_checkpointing"]]
-    if not ((keeping["strategy"] == "baseline") & (keeping["devices"] == 1)).any():
-        yield ("No speedups: there is no 1-device run of accelerate_configs/baseline.yaml of this "
-               f"work{', without --activation_checkpointing' * (len(keeping) < len(group))}.")
-    elif group["speedup"].isna().any():
+    if 0 < group["speedup"].count() < len(group):
         yield ("Blank speedups: no baseline has the same batch per device or the same global batch "
                "and trained on as many samples (1 % more or less). With --max_train_steps it takes "
                "the same global batch; with epochs, numbers of samples that global batches divide.")
@@ -167,7 +152,7 @@ def describe_parts(group, parts):
         "the profiled run or by the ranks' CPU time. *Start* is what the first "
         "steps took longer, shared out over all steps. What is left is *unexplained*; below zero, "
         "the other parts are too large.\n\n" + table({
-            "strategy": cells["shown"], "nodes x devices": shapes_of(cells),
+            "strategy": cells["shown"], "nodes x devices": cells["shape"],
             "step": show(parts["step"] * 1000, "{:.2f}")}
             | {name: show(parts[name] * 1000, "{:.2f}") for name in PARTS
                if parts[name].notna().any()}))
@@ -177,21 +162,20 @@ def describe_predictions(group, links, predict_to):
     """Predicted steps beside the measured ones, and, up to `predict_to` devices, further ones with
     their intervals, as Markdown.
     """
-    known = group[group["predicted_step_seconds"].notna() & group["step_seconds"].notna()]
-    misses = known["predicted_step_seconds"] / known["step_seconds"] - 1
+    known = group[group["miss"].notna()]
     if len(known):
         alone = [computing_seconds(cell, find_alone(cell, group)) for _, cell in known.iterrows()]
         yield ("Predicted from the same strategy's step on one device and the measured link "
                "(reporting/prediction.py). A miss above zero means that the prediction is too "
                "long. At least nine of ten measured steps should lie in the interval:")
         yield table({
-            "strategy": known["shown"], "nodes x devices": shapes_of(known),
+            "strategy": known["shown"], "nodes x devices": known["shape"],
             "step in ms, one device": show([seconds * 1000 for seconds in alone], "{:.2f}"),
             "predicted": show(known["predicted_step_seconds"] * 1000, "{:.2f}"),
             "from": show(known["predicted_from_seconds"] * 1000, "{:.2f}"),
             "to": show(known["predicted_to_seconds"] * 1000, "{:.2f}"),
             "measured": show(known["step_seconds"] * 1000, "{:.2f}"),
-            "miss": show(misses, "{:+.0%}")})
+            "miss": show(known["miss"], "{:+.0%}")})
     if predict_to:
         yield from describe_more_devices(group, links, predict_to)
 
@@ -216,8 +200,7 @@ def describe_more_devices(group, links, predict_to):
         low, high = interval(min(tree, ring), max(tree, ring), cell, devices, link)
         row = {"strategy": cell["shown"], "devices": devices,
                "step in ms, predicted": f"{ring * 1000:.2f}",
-               "from-to": f"{low * 1000:.2f}-{high * 1000:.2f}",
-               "efficiency, predicted": None, "efficiency, from-to": None}
+               "from-to": f"{low * 1000:.2f}-{high * 1000:.2f}"}
         if base is not None:
             best, worst = (base["step_seconds"] / seconds for seconds in (low, high))
             row |= {"efficiency, predicted": f"{base['step_seconds'] / ring:.0%}",
@@ -240,15 +223,12 @@ def describe_formulas(known, held):
     """What each rank of these cells sends and holds by formula, and its measured peak, as
     Markdown.
     """
-    sent = []
     on_cpu = known["device_name"].iloc[0].startswith("CPU")
-    for _, cell in known.iterrows():
-        simple = cell["precision"] == "no" and cell["gradient_accumulation_steps"] == 1
-        if cell["strategy"].startswith("zero3") and cell["activation_checkpointing"]:
-            simple = False  # was not counted
-        size = cell["strategy"], cell["parameters"], cell["devices"], on_cpu
-        sent.append(bytes_sent(*size) if simple else None)
-    sent, kept = pd.Series(sent, known.index, float), held["activations"]
+    simple = (known["precision"] == "no") & (known["gradient_accumulation_steps"] == 1) & ~(
+        known["strategy"].str.startswith("zero3") & known["activation_checkpointing"])  # uncounted
+    sent = [bytes_sent(cell["strategy"], cell["parameters"], cell["devices"], on_cpu)
+            for _, cell in known.iterrows()]
+    sent, kept = pd.Series(sent, known.index, float).where(simple), held["activations"]
     held = held.drop(columns="activations").sum(axis=1, skipna=False)
     return ("What the formulas say of a rank. Bytes sent are those in fp32 without accumulation, "
             "and over gloo on a CPU. Bytes held include what is offloaded to the host. Activations "

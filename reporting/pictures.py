@@ -13,8 +13,6 @@ import pandas as pd
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot, ticker  # noqa: E402  after the choice above
 
-from reporting.comparing import shape  # noqa: E402
-
 FONTS = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 9, "figure.dpi": 150}
 
 # Colour, marker and line of a strategy; a variant has the colour of its strategy. A larger marker
@@ -41,31 +39,29 @@ def style_of(cell):
     return color, marker, line, 9 if cell["activation_checkpointing"] else 5
 
 
-def name_of(cell):
-    return f"{cell['shown']}, {shape(cell)}"
-
-
 def plot_work(group, parts, held, folder, suffix):
     """The pictures of one workload; returns {name: file}. `parts` says where a step's time went,
     `held` what the formulas say of memory, both with a row for each cell that is known.
     """
-    model = group["model"].iloc[0]
+    model, files = group["model"].iloc[0], {}
     with pyplot.rc_context(FONTS):
         figures = dict(plot_figures(group))
-        step = parts["step"] * 1000
         figures["step"] = plot_parts(
-            group, parts.drop(columns="step") * 1000, "ms of a step (less is better)", "{:.1f}",
-            {"the measured step": step})
+            group, parts.drop(columns="step") * 1000, parts["step"] * 1000,
+            "ms of a step (less is better)", "{:.1f}", "the measured step")
         figures["memory"] = plot_parts(
-            group, held / 1e6, "MB of a rank by formula (less is better)", "{:,.4g}",
-            {"measured in training": group["training_memory_mb"]})
+            group, held / 1e6, group["training_memory_mb"],
+            "MB of a rank by formula (less is better)", "{:,.4g}", "measured in training")
         figures["loss"] = plot_losses(group, "samples trained on")
         figures["loss-seconds"] = plot_losses(group, "seconds of training")
-        for figure in filter(None, figures.values()):
-            if not pd.isna(model):
-                figure.axes[0].set_title(f"{model}\n{figure.axes[0].get_title()}")
-        return {name: save(figure, folder / f"{name}{suffix}.png")
-                for name, figure in figures.items() if figure}
+        for name, figure in figures.items():
+            if figure:
+                title = "" if pd.isna(model) else f"{model}\n"
+                figure.axes[0].set_title(title + figure.axes[0].get_title())
+                files[name] = f"{name}{suffix}.png"
+                figure.savefig(folder / files[name])
+                pyplot.close(figure)
+    return files
 
 
 def plot_figures(group):
@@ -114,7 +110,7 @@ def plot_bars(cells, column, band, title, form):
 
 def finish_bars(figure, axes, cells, places, title):
     """The names of the cells, ticks, title and legend."""
-    axes.set_yticks(places, [name_of(cell) for _, cell in cells.iterrows()])
+    axes.set_yticks(places, cells["shown"] + ", " + cells["shape"])
     axes.invert_yaxis()
     axes.set_title(title)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
@@ -168,16 +164,15 @@ def plot_lines(cells, column, band, title, form):
     return figure
 
 
-def plot_parts(group, parts, title, form, measured):
+def plot_parts(group, parts, known, title, form, name_known):
     """A stacked bar for each cell of `parts`, from zero, and its sum. A part below zero is not
-    drawn. `measured` is {what it is: its values}: a bar below each. None without cells.
+    drawn. Below each bar is one of what is `known` by measuring. None without cells.
     """
     parts = parts.dropna(how="all").clip(lower=0)
     if not len(parts):
         return None
-    cells, [(name_measured, known)] = group.loc[parts.index], measured.items()
+    cells, known, places = group.loc[parts.index], known.loc[parts.index], range(len(parts))
     figure, axes = pyplot.subplots(figsize=(5, 1.9 + 0.5 * len(cells)), layout="constrained")
-    places, known = range(len(cells)), known.loc[parts.index]
     below, right = [place + 0.38 for place in places], parts.iloc[:, 0].fillna(0) * 0.0
     for (name, values), (color, hatch) in zip(parts.items(), SHADES, strict=False):
         if values.sum():
@@ -185,7 +180,7 @@ def plot_parts(group, parts, title, form, measured):
                       edgecolor="0.2", linewidth=0.4, label=name)
             right = right + values.fillna(0)
     if known.notna().any():
-        axes.barh(below, known, height=0.3, color="white", edgecolor="black", label=name_measured)
+        axes.barh(below, known, height=0.3, color="white", edgecolor="black", label=name_known)
     axes.set_xlim(0, 1.05 * max(right.max(), known.fillna(0).max()))
     finish_bars(figure, axes, cells, places, title)
     write_numbers(axes, places, right, form)
@@ -205,7 +200,7 @@ def plot_losses(group, over):
     batches, labels = sorted({cell["global_batch_size"] for cell, _ in curves}), set()
     for number, (cell, history) in enumerate(curves):
         color, marker, _, size = style_of(cell)
-        label = f"{name_of(cell)}, global batch {cell['global_batch_size']:.0f}"
+        label = f"{cell['shown']}, {cell['shape']}, global batch {cell['global_batch_size']:.0f}"
         width = math.ceil(len(history) / LOSS_POINTS)  # of a piece, in steps
         pieces = [numpy.mean(history[i : i + width], axis=0) for i in range(0, len(history), width)]
         steps, losses, seconds = zip(*pieces, strict=True)
@@ -220,9 +215,3 @@ def plot_losses(group, over):
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
     figure.legend(loc="outside lower center", ncols=2 if len(labels) > 3 else 1, fontsize=8)
     return figure
-
-
-def save(figure, path):
-    figure.savefig(path)
-    pyplot.close(figure)
-    return path.name

@@ -6,19 +6,13 @@
 
 The first is a run with `--num_processes 1`: it holds the strategy's own bookkeeping. The second is
 what sbatch/check.py measures and fits. report.py prints the prediction beside what was measured.
-Which collectives a step has follows from strategy and model: docs/report.md derives them, and
-tests/test_predict.py counts them.
-
-Not modelled: ranks that wait for a slower one, bookkeeping that one process does not need (such as
-FSDP's copies into and out of its buffers), the norm's own collectives (with --max_grad_norm, and
-DeepSpeed's with offload), DDP's broadcast of buffers (8 KB of BERT's), and links that several nodes
-share.
+Which collectives a step has follows from strategy and model. docs/report.md derives them, and says
+what is not modelled; tests/test_predict.py counts them.
 """
 
 import json
 import math
-import re
-from typing import NamedTuple
+from collections import namedtuple
 
 import pandas as pd
 
@@ -26,14 +20,17 @@ from reporting.links import find_link, seconds_of
 from reporting.records import ARCHITECTURE
 from reporting.splitting import computing_seconds, find_alone
 
-
-class Parts(NamedTuple):
-    """The sizes of a model's tensors, in parameters and in the order of the model."""
-
-    words: list  # the word embeddings
-    others: list  # position and type embeddings and their norm; all of a model without layers
-    layers: list  # a list for each layer
-    head: list
+# The sizes of a model's tensors, in parameters and in the order of the model: the word embeddings;
+# position and type embeddings and their norm, or all of a model without layers; a list for each
+# layer; and the head.
+Parts = namedtuple("Parts", "words others layers head")
+# A collective: its name in check.json, and the bytes of the whole tensor.
+Call = namedtuple("Call", "name bytes")
+# A part of a step: calls that it waits for, its share of the computing, and calls that can start
+# when it is over.
+Stage = namedtuple("Stage", "before share after")
+# The stages of a micro-batch, and the calls after the last one.
+Step = namedtuple("Step", "stages end")
 
 
 def parts_of(row):
@@ -50,30 +47,6 @@ def parts_of(row):
     others, head = [positions * h, 2 * h, h, h], [2 * h, 2]  # two types of token; start and end
     words = row["parameters"] - layers * sum(layer) - sum(others) - sum(head)
     return Parts([words], others, [layer] * layers, head)
-
-
-class Call(NamedTuple):
-    """A collective: its name in check.json, and the bytes of the whole tensor."""
-
-    name: str
-    bytes: float
-
-
-class Stage(NamedTuple):
-    """A part of a step: calls that it waits for, its share of the computing, and calls that can
-    start when it is over.
-    """
-
-    before: list
-    share: float
-    after: list
-
-
-class Step(NamedTuple):
-    """The stages of a micro-batch, and the calls after the last one."""
-
-    stages: list
-    end: list
 
 
 def fill_buckets(tensors, limit, first=None, over=True):
@@ -153,12 +126,12 @@ def step_of_zero(parts, width, stage, options, devices, **_):
     all-reduces one number.
     """
     (forward, backward), tensors = empty_stages(parts), backward_tensors(parts)
-    sizes, total = [size for size, _ in tensors], parts_total(parts)
-    done = total  # ZeRO-1 and ZeRO-2 number parameters from the first layer on
+    sizes = [size for size, _ in tensors]
+    done = total = sum(sizes)  # ZeRO-1 and ZeRO-2 number parameters from the first layer on
     for bucket in fill_buckets(sizes, number(options, "reduce_bucket_size", 5e8), over=False):
         size = sum(sizes[index] for index in bucket)
         after = backward[max(tensors[index][1] for index in bucket)].after
-        if stage == 3:
+        if stage == "3":
             after.append(Call("reduce_scatter", width * size))
             continue
         share = total / devices
@@ -167,7 +140,7 @@ def step_of_zero(parts, width, stage, options, devices, **_):
             if piece > 0.5:
                 after.append(Call("reduce", width * piece))
         done -= size
-    if stage < 3:
+    if stage != "3":
         return Step(forward + backward, [Call("all_gather", width * total)])
     small = number(options, "stage3_param_persistence_threshold", 1e5)
     gathers = gathers_of_zero3(
@@ -211,10 +184,6 @@ def gathers_of_zero3(tensors, at_once, at_most):
     return calls
 
 
-def parts_total(parts):
-    return sum(size for size, _ in backward_tensors(parts))
-
-
 def number(options, name, default):
     """A number of DeepSpeed's settings; `default` is DeepSpeed's own."""
     value = options.get(name, default)
@@ -222,9 +191,8 @@ def number(options, name, default):
 
 
 def steps_of(strategy, parts, devices, micro_batches=1, precision="no", options=None):
-    """The micro-batches of an optimizer step, as a list of Steps; None for a strategy that no
-    formula is known of. `strategy` is a YAML's name, `options` what a record calls
-    strategy_options.
+    """The micro-batches of an optimizer step, as a list of Steps; None if no formula is known.
+    `strategy` is a YAML's name, `options` what a record calls strategy_options.
 
     In 16 bits FSDP and DeepSpeed send two bytes per parameter; DDP's gradients stay fp32. While
     they accumulate, DDP, FSDP and ZeRO-1 do not reduce.
@@ -234,13 +202,12 @@ def steps_of(strategy, parts, devices, micro_batches=1, precision="no", options=
     if plain in ("baseline", "dp") or devices == 1:
         empty = Step([Stage([], 1.0, [])], [])
         return None if plain == "dp" else [empty] * micro_batches
-    known = {"ddp": step_of_ddp, "fsdp": step_of_fsdp, "fsdp_keep": step_of_fsdp}
-    make = known.get(plain, step_of_zero if re.fullmatch("zero[123]", plain) else None)
-    if make is None:
+    known = {"ddp": step_of_ddp, "fsdp": step_of_fsdp, "fsdp_keep": step_of_fsdp,
+             "zero1": step_of_zero, "zero2": step_of_zero, "zero3": step_of_zero}
+    if plain not in known:
         return None
-    settings = {"width": width, "keep": plain == "fsdp_keep", "options": options,
-                "stage": int(plain[-1]) if plain.startswith("zero") else 0, "devices": devices}
-    last = make(parts, **settings)
+    last = known[plain](parts, width=width, keep=plain == "fsdp_keep", stage=plain[-1],
+                        options=options, devices=devices)
     silent = plain in ("ddp", "fsdp", "fsdp_keep", "zero1")
     first = Step([stage._replace(after=[] if silent else stage.after) for stage in last.stages], [])
     return [first] * (micro_batches - 1) + [last]
@@ -302,10 +269,8 @@ def predict(alone, row, devices, link, tree=False):
     if steps is None:
         return None
     on_cpu = str(row["device_name"]).startswith("CPU")
-    zero = row["strategy"].startswith("zero")
-    by_default = row["strategy"].startswith("zero3")  # DeepSpeed's own
-    overlap = row["strategy"] == "ddp" if on_cpu else (
-        not zero or options.get("overlap_comm", by_default))
+    by_default = not row["strategy"].startswith(("zero1", "zero2"))  # of ZeRO, DeepSpeed's own
+    overlap = row["strategy"] == "ddp" if on_cpu else options.get("overlap_comm", by_default)
     return step_seconds(
         alone, steps, lambda call, in_a_row: seconds_of(call, in_a_row, link, devices, tree),
         overlap, link["busy"])
@@ -320,10 +285,11 @@ BELOW_BUSY, ABOVE_BUSY = 0.3, 0.85
 
 def interval(low, high, alone, devices, link):
     """The ends between which a step should lie that is predicted to take `low` to `high` seconds.
-    `alone` is the cell on one device: if other programs ran, it did not get a whole core. Beyond
-    what the `link` was measured with, the interval grows with each doubling.
+    Where other programs ran, `alone`, the cell on one device, or a rank of the check of the `link`
+    did not get a whole core.
     """
-    lost = 0 if pd.isna(alone["busy_share"]) else min(0.45, max(0, 1 - alone["busy_share"]))
+    share = min(link["core_share"], 1 if pd.isna(alone["busy_share"]) else alone["busy_share"])
+    lost = min(0.45, max(0, 1 - share))
     power = 1 + max(0, math.log2(devices / link["processes"]))
     return (low / (1 + BELOW + BELOW_BUSY * lost) ** power,
             high * (1 + ABOVE + ABOVE_BUSY * lost) ** power)
@@ -333,8 +299,8 @@ PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_s
 
 
 def predict_cells(group, links):
-    """Seconds of a step by formula, and the ends of their interval, for each cell on several
-    devices of which the same strategy was measured on one, as a DataFrame of PREDICTED.
+    """PREDICTED, by formula, and the `miss` of what was measured, as a DataFrame; for each cell on
+    several devices of which the same strategy was measured on one.
     """
     found = {}
     for i, cell in group[group["devices"] > 1].iterrows():
@@ -343,4 +309,5 @@ def predict_cells(group, links):
             devices = int(cell["devices"])
             step = predict(computing_seconds(cell, alone), cell, devices, link)
             found[i] = [step, *interval(step, step, alone, devices, link)] if step else [None] * 3
-    return pd.DataFrame.from_dict(found, "index", float, PREDICTED).reindex(group.index)
+    found = pd.DataFrame.from_dict(found, "index", float, PREDICTED).reindex(group.index)
+    return found.assign(miss=found["predicted_step_seconds"] / group["step_seconds"] - 1)

@@ -25,6 +25,7 @@ FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second"
 NAMES = [*SAME_WORK, *CELL, *ARCHITECTURE, *FIGURES,
          "run", "problem", "parameters", "tensors", "loss_history", "ranks", "log"]
 PROFILED = "profiled: not a timing"
+UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
 
 def parse_seconds(text):
@@ -41,30 +42,24 @@ def name_yaml(strategy, options):
     """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
     "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options.
     """
-    def on_host(name):
-        return (options.get(name) or {}).get("device") == "cpu"
-
-    said = {name: str(options.get(name)).lower()
-            for name in ("reshard_after_forward", "offload_params")}
-    keeps, offloads = said["reshard_after_forward"] == "false", said["offload_params"] == "true"
+    keeps = str(options.get("reshard_after_forward")).lower() == "false"
+    offloads = str(options.get("offload_params")).lower() == "true"
     if strategy == "fsdp" and keeps != offloads:
         return "fsdp_keep" if keeps else "fsdp_offload"
-    offloaded = on_host("offload_optimizer"), on_host("offload_param")
-    if (strategy, *offloaded) in (("zero2", True, False), ("zero3", True, True)):
-        return f"{strategy}_offload"
-    return strategy
+    on_host = [(options.get(name) or {}).get("device") == "cpu"
+               for name in ("offload_optimizer", "offload_param")]
+    offloaded = [strategy, *on_host] in (["zero2", True, False], ["zero3", True, True])
+    return f"{strategy}_offload" if offloaded else strategy
 
 
 def read_record(path, folder):
-    """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises ValueError, KeyError,
-    TypeError or the like if it is no run.json.
-
-    The last incomplete batch of an epoch is dropped, so `samples_trained` depends a little on the
-    global batch.
+    """One run.json as a row with NAMES; `strategy` is the YAML's name. Raises an error of
+    UNREADABLE if it is no run.json.
     """
     record = json.loads(path.read_bytes())
-    workload = record["workload"]
-    row = {name: workload.get(name, record.get(name)) for name in NAMES}
+    ranks, steps, on_cpu = record["ranks"], record["steps"], record["device_name"].startswith("CPU")
+    row = {name: record["workload"].get(name, record.get(name)) for name in NAMES}
+    waiting, busy = share_of_cpu(record) if on_cpu else (math.nan, math.nan)
     problem = {"completed": "", "preempted": "stopped before its end", "failed": "broke down",
                "running": "died, or is still running"}[record["status"]]
     if (log := find_log(path, record, folder)) and record["status"] == "running":
@@ -79,19 +74,18 @@ def read_record(path, folder):
         # What the model computed in, where that is not the launcher's mixed_precision.
         "compute_dtype": row["compute_dtype"] or row["precision"],
         # With a GPU, threads only feed it, and DP's one process has those of all its GPUs.
-        "threads": row["threads"] if record["device_name"].startswith("CPU") else None,
+        "threads": row["threads"] if on_cpu else None,
         "gpus_per_node": record["devices"] // record["nodes"],
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
-        "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in record["ranks"]),
-        "training_memory_mb": max(
-            float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
-            for rank in record["ranks"]),
-        "samples_trained": record["steps"] * record["global_batch_size"],
-        "trained_steps": record["steps"],
-        "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, record["steps"]),
-        "waiting_seconds": find_waiting(record),
-        "busy_share": find_busy_share(record),
+        "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in ranks),
+        "training_memory_mb": max(float(rank["peak_memory_mb"] or "nan")
+                                  - rank.get("memory_before_mb", math.nan) for rank in ranks),
+        "samples_trained": steps * record["global_batch_size"],
+        "trained_steps": steps,
+        "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, steps),
+        "waiting_seconds": waiting,
+        "busy_share": busy,
         "padded_tokens": find_padded_tokens(record),
         "log": log,
         "torch": record["versions"]["torch"],
@@ -104,7 +98,7 @@ def read_record(path, folder):
     if not problem and not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf
                             and row["parameters"] > 0):
         raise ValueError("times and parameters have to be greater than 0")
-    for rank in record["ranks"]:
+    for rank in ranks:
         if {"rank", "host", "real", "user", "sys"} - set(rank):
             raise ValueError(f"a rank has only {', '.join(rank)}")
     return row | {"tokens_per_second": row["tokens_per_second"] or None}
@@ -118,27 +112,14 @@ def add_seconds(row, record):
             for step, loss in record["loss_history"]]
 
 
-def cpu_seconds(record):
-    """The CPU seconds of a thread of each rank in training, where the CPU is what computes; else
-    NaN.
-    """
-    on_cpu = record["device_name"].startswith("CPU")
-    return [rank.get("train_cpu", math.nan) if on_cpu else math.nan for rank in record["ranks"]]
-
-
-def find_waiting(record):
+def share_of_cpu(record):
     """Seconds per step that a rank waits for the slowest one, on average: the most that a rank
-    computes less the mean.
+    computes less the mean. And CPU seconds per second of training, of the rank with the fewest: 1
+    if nothing else took the cores and no rank waited.
     """
-    computed = cpu_seconds(record)
-    return (max(computed) - sum(computed) / len(computed)) / max(1, record["steps"])
-
-
-def find_busy_share(record):
-    """CPU seconds per second of training, of the rank with the fewest: 1 if nothing else took the
-    cores and no rank waited.
-    """
-    return min(cpu_seconds(record)) / (record["seconds"]["train"] or math.nan)
+    computed = [rank.get("train_cpu", math.nan) for rank in record["ranks"]]
+    waiting = (max(computed) - sum(computed) / len(computed)) / max(1, record["steps"])
+    return waiting, min(computed) / (record["seconds"]["train"] or math.nan)
 
 
 def find_padded_tokens(record):
@@ -167,25 +148,24 @@ def read_runs(folder):
         found.add(path.parent)
         try:
             rows.append(read_record(path, folder))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                OSError) as reason:
+        except UNREADABLE as reason:
             notes.append(f"skipped {path.relative_to(folder)}: no run record "
                          f"({type(reason).__name__}: {reason})")
     for plan in sorted(folder.rglob("sweep.csv")):
         try:
             for planned in pd.read_csv(plan, dtype={"job": str}).to_dict("records"):
                 path = plan.parent / planned["run"]
-                if path not in found:
-                    job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
-                    run = str(path.relative_to(folder))
-                    cell = {"strategy": planned["strategy"]} | {
-                        name: int(planned[name]) for name in ("nodes", "gpus_per_node")}
-                    others = [row for row in rows if not row["problem"]
-                              and Path(row["run"]).parent == Path(run).parent]
-                    work = {name: others[0][name] for name in SAME_WORK} if others else {}
-                    rows.append(cell | work | {
-                        "run": run, "problem": f"failed or missing{job}: see {run}.log"})
-        except (ValueError, LookupError, TypeError, OSError) as reason:
+                if path in found:
+                    continue
+                job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
+                run = str(path.relative_to(folder))
+                others = [row for row in rows if not row["problem"]
+                          and Path(row["run"]).parent == Path(run).parent]
+                rows.append({name: others[0][name] for name in SAME_WORK if others} | {
+                    "strategy": planned["strategy"], "nodes": int(planned["nodes"]),
+                    "gpus_per_node": int(planned["gpus_per_node"]), "run": run,
+                    "problem": f"failed or missing{job}: see {run}.log"})
+        except UNREADABLE as reason:
             notes.append(f"skipped {plan.relative_to(folder)}: no plan of a sweep "
                          f"({type(reason).__name__}: {reason})")
     if not rows and not notes:

@@ -1,11 +1,7 @@
 """What the figures of a workload show, in words."""
 
-from reporting.comparing import doubts, shape
+from reporting.comparing import SURE, doubts
 from reporting.splitting import PARTS, find_alone
-
-
-def name_cell(cell):
-    return f"{cell['shown']} on {shape(cell)}"
 
 
 def listed(names):
@@ -15,21 +11,20 @@ def listed(names):
 
 
 def sentences(group, parts, lost):
-    """What the figures of a workload show, as a list of at most five sentences. `lost` names the
-    cells without a result. A sentence is left out if repeats differ by more than it would claim.
+    """What the figures of a workload show, as at most five sentences. `lost` names the cells
+    without a result. A sentence is left out if repeats differ by more than it would claim.
     """
-    texts = (say_baseline(group), say_fastest(group), say_scaling(group), say_costs(group, parts),
-             say_doubts(group, lost))
-    return [text for text in texts if text]
+    return filter(None, [say_baseline(group), say_fastest(group), say_scaling(group),
+                         say_costs(group, parts), say_doubts(group, lost)])
 
 
 def say_baseline(group):
     """The time that all others are compared with."""
     cells = group[(group["fixed"] == "itself") & ~group["activation_checkpointing"]]
+    texts, recomputing = [], bool(group["activation_checkpointing"].any())
     if not len(cells):
         return ("There is no speedup, as there is no run of accelerate_configs/baseline.yaml of "
-                "this work on one device.")
-    texts = []
+                f"this work on one device{', without --activation_checkpointing' * recomputing}.")
     for _, cell in cells.iterrows():
         batch = f" with batches of {cell['global_batch_size']:.0f}" * (len(cells) > 1)
         step = f", {cell['step_seconds'] * 1000:.2f} ms a step" * (cell["step_seconds"] > 0)
@@ -45,26 +40,24 @@ def say_fastest(group):
     best, *others = (cell for _, cell in cells.sort_values("speedup", ascending=False).iterrows())
     if not best["surely_faster"] and not best["surely_slower"]:
         return ("No strategy on several devices is faster than one device by more than repeats "
-                f"differ; the best is {name_cell(best)}, {best['speedup']:.2f} times as fast.")
-    text = (f"The fastest is {name_cell(best)}, {best['speedup']:.2f} times as fast as one device "
+                f"differ; the best is {best['label']}, {best['speedup']:.2f} times as fast.")
+    text = (f"The fastest is {best['label']}, {best['speedup']:.2f} times as fast as one device "
             f"(efficiency {best['efficiency']:.0%})")
     if not others:
         return text + "."
-    close = [cell for cell in others if cell["speedup_high"] >= best["speedup_low"]]
+    close = [cell["label"] for cell in others if cell["speedup_high"] >= best["speedup_low"]]
     if close:
-        return (f"{listed([name_cell(cell) for cell in [best, *close]])} are the fastest, about "
-                f"{best['speedup']:.2f} times one device; their repeats overlap, so they have no "
-                "order.")
+        return (f"{listed([best['label'], *close])} are the fastest, about {best['speedup']:.2f} "
+                "times one device; their repeats overlap, so they have no order.")
     gain = best["speedup"] / others[0]["speedup"] - 1
-    return f"{text}, and {gain:.0%} faster than {name_cell(others[0])}: more than repeats differ."
+    return f"{text}, and {gain:.0%} faster than {others[0]['label']}: more than repeats differ."
 
 
 def say_scaling(group):
     """Of the cells on the most devices."""
     cells = group[group["speedup"].notna() & (group["repeats"] > 1)]
     cells = cells[(cells["devices"] == cells["devices"].max()) & (cells["devices"] > 1)]
-    faster = [name_cell(cell) for _, cell in cells[cells["surely_faster"]].iterrows()]
-    slower = [name_cell(cell) for _, cell in cells[cells["surely_slower"]].iterrows()]
+    faster, slower = (list(cells["label"][cells[column]]) for column in SURE)
     texts = []
     if faster:
         texts.append(f"{listed(faster)} gain{'s' * (len(faster) == 1)} from more devices")
@@ -75,8 +68,7 @@ def say_scaling(group):
 
 
 NAMES_OF_PARTS = {
-    "bookkeeping": "the strategy's bookkeeping",
-    "waiting": "waiting for the slowest rank",
+    "bookkeeping": "the strategy's bookkeeping", "waiting": "waiting for the slowest rank",
     "unexplained": "an unexplained rest", "start": "the start of the run"}
 
 
@@ -92,7 +84,7 @@ def say_costs(group, parts):
             part, size, step = costs.idxmax(), costs.max(), parts.loc[i, "step"]
             if cell["repeats"] > 1 and size > cell["spread"] * step:
                 texts.setdefault(NAMES_OF_PARTS.get(part, part), []).append(
-                    f"{name_cell(cell)} ({size * 1000:.1f} of {step * 1000:.1f} ms)")
+                    f"{cell['label']} ({size * 1000:.1f} of {step * 1000:.1f} ms)")
     costs = [f"{part} for {listed(cells)}" for part, cells in texts.items()]
     return f"The largest cost besides computing: {'; '.join(costs)}." if costs else None
 
@@ -102,10 +94,9 @@ def say_doubts(group, lost):
     texts = []
     if (group["repeats"] == 1).all():
         texts = ["each cell was measured only once, so nothing says which differences are noise"]
-    else:
-        single = [name_cell(cell) for _, cell in group[group["repeats"] == 1].iterrows()]
-        texts = [f"measured only once: {listed(single)}"] if single else []
-    marked = [f"{name_cell(cell)} ({doubts(cell)})" for _, cell in group.iterrows() if doubts(cell)]
+    elif (group["repeats"] == 1).any():
+        texts = [f"measured only once: {listed(group['label'][group['repeats'] == 1])}"]
+    marked = [f"{cell['label']} ({doubts(cell)})" for _, cell in group.iterrows() if doubts(cell)]
     texts += [f"not safe to rely on: {listed(marked)}"] if marked else []
     texts += [f"no result of {listed(lost)}"] if lost else []
     return f"Mind: {'; '.join(texts)}." if texts else None
@@ -113,23 +104,21 @@ def say_doubts(group, lost):
 
 def say_missing(group, checked):
     """What a prediction lacks; `checked` is whether a link was measured."""
-    texts = []
     several = group[(group["devices"] > 1) & group["step_seconds"].notna()]
     several = several[several["strategy"] != "dp"]  # of which no formula is known
-    alone = [name_cell(cell) for _, cell in several.iterrows() if find_alone(cell, group) is None]
+    alone = [cell["label"] for _, cell in several.iterrows() if find_alone(cell, group) is None]
     if alone:
-        texts.append("a run on one device, with the same strategy and batch per device, of "
-                     f"{listed(alone)}: it would tell bookkeeping from communication")
-    elif len(several) and not checked:
-        texts.append("a check.json (sbatch/check.py) to predict communication from")
-    return f"Missing: {'; '.join(texts)}." if texts else None
+        return ("Missing: a run on one device, with the same strategy and batch per device, of "
+                f"{listed(alone)}: it would tell bookkeeping from communication.")
+    if len(several) and not checked:
+        return "Missing: a check.json (sbatch/check.py) to predict communication from."
+    return None
 
 
 def say_prediction(group):
-    known = group[group["predicted_step_seconds"].notna() & group["step_seconds"].notna()]
-    if not len(known):
+    misses = group["miss"].dropna()
+    if not len(misses):
         return None
-    misses = known["predicted_step_seconds"] / known["step_seconds"] - 1
     worst = misses.abs().idxmax()
     return (f"Predicted steps miss the measured ones by at most {abs(misses[worst]):.0%} "
-            f"({name_cell(known.loc[worst])}: too {'long' if misses[worst] > 0 else 'short'}).")
+            f"({group['label'][worst]}: too {'long' if misses[worst] > 0 else 'short'}).")

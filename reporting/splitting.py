@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from reporting.comparing import same
-from reporting.records import CELL, SAME_WORK, read_record
+from reporting.records import CELL, SAME_WORK, UNREADABLE, read_record
 
 # Communication is measured where a run of the cell was profiled, and else predicted.
 PARTS = ["computing", "bookkeeping", "communication", "predicted communication", "waiting",
@@ -47,19 +47,16 @@ def split_step(group, shares):
         row["start"] = row["step"] - cell["step_seconds"]
         if cell["device_name"].startswith("CPU"):  # a GPU computes while the CPU loads
             row["loading"] = cell["loading_seconds"]
-        base = find_alone(cell, group, baseline=True)
-        alone = find_alone(cell, group)
+        base, alone = find_alone(cell, group, baseline=True), find_alone(cell, group)
+        same_strategy = math.nan if alone is None else computing_seconds(cell, alone)
         if base is not None:
             row["computing"] = computing_seconds(cell, base)
+            row["bookkeeping"] = same_strategy - row["computing"]
             if not pd.isna(row["loading"]) and not pd.isna(base["loading_seconds"]):
                 row["computing"] -= base["loading_seconds"]
-            if alone is not None:
-                row["bookkeeping"] = computing_seconds(cell, alone) - computing_seconds(cell, base)
         if cell["devices"] > 1:
             row["waiting"] = cell["waiting_seconds"]
-            if alone is not None:
-                predicted = cell["predicted_step_seconds"]
-                row["predicted communication"] = predicted - computing_seconds(cell, alone)
+            row["predicted communication"] = cell["predicted_step_seconds"] - same_strategy
             if traced := shares.get(i):  # the rank that waits least shows what the transfer takes
                 row["predicted communication"] = math.nan
                 row["communication"] = min(traced) * cell["step_seconds"]
@@ -95,15 +92,10 @@ def read_events(trace):
             if event.get("ph") == "X"]
 
 
-def time_shares(trace):
-    """`shares_of` a trace of one rank. Raises ValueError or KeyError if it is no such trace."""
-    return shares_of(read_events(trace))
-
-
 def shares_of(events):
     """Shares of the traced steps among these events, which add up to 1: computation alone,
     computation that hides communication, communication alone, loading data, and none of them:
-    Python, and idleness.
+    Python, and idleness. Raises ValueError or KeyError if there are none.
 
     On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies
     are work, and Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
@@ -128,11 +120,10 @@ def shares_of(events):
     start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
     clipped = {key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
                for key, value in spans.items()}
-    compute = clipped["compute"]
-    communication = length(clipped["communication"])
-    hidden = communication + length(compute) - length(clipped["communication"] + compute)
-    loading = length(clipped["communication"] + clipped["data"])
-    busy = length(clipped["communication"] + clipped["data"] + compute)
+    calls, compute = clipped["communication"], clipped["compute"]
+    communication, loading = length(calls), length(calls + clipped["data"])
+    hidden = communication + length(compute) - length(calls + compute)
+    busy = length(calls + clipped["data"] + compute)
     parts = {"computation": busy - loading, "both at once": hidden,
              "communication": communication - hidden, "loading data": loading - communication,
              "neither": end - start - busy}
@@ -146,10 +137,9 @@ def read_traces(folder):
     rows, notes = [], []
     for trace in sorted(folder.rglob("traces/profile_*.json")):
         try:
-            path = trace.parent.parent / "run.json"
-            row = read_record(path, folder)
-            rows.append(row | {"rank": trace.stem.split("_")[1], "shares": time_shares(trace)})
-        except (ValueError, LookupError, TypeError, OSError) as reason:
+            rows.append(read_record(trace.parent.parent / "run.json", folder) | {
+                "rank": trace.stem.split("_")[1], "shares": shares_of(read_events(trace))})
+        except UNREADABLE as reason:
             notes.append(f"skipped {trace.relative_to(folder)}: no trace of a run "
                          f"({type(reason).__name__}: {reason})")
     return rows, notes

@@ -62,7 +62,7 @@ def make_work(device):
 
 def mean_cycle(state, work, repeats, collective=None):
     """Seconds of some work and a collective after it: the slowest rank's, the mean over repeats.
-    And the CPU seconds of all threads of this rank in it.
+    And this rank's own, and the CPU seconds of its threads in them.
     """
     state.wait_for_everyone()
     times, computed = [], time.process_time()
@@ -74,14 +74,16 @@ def mean_cycle(state, work, repeats, collective=None):
         times.append(time.perf_counter() - start)
     computed = (time.process_time() - computed) / repeats
     times = torch.tensor(times, device=state.device)
+    own = times.mean().item()
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.mean().item(), computed
+    return times.mean().item(), own, computed
 
 
 def measure(state, name, size, work):
-    """(bytes, seconds, CPU seconds, seconds in a row) of one collective of about `size` bytes of
-    fp32: what it adds to the work before it, and what it takes right after another one. The root of
-    a broadcast or reduce changes from one to the next.
+    """(bytes, seconds, CPU seconds, seconds in a row, core share) of one collective of about `size`
+    bytes of fp32: what it adds to the work before it, and what it takes right after another one.
+    The root of a broadcast or reduce changes from one to the next. The share: of its time, how long
+    this rank computed when all did nothing else.
 
     Collectives in a row are faster: caches are warm, and no thread has to wait until the scheduler
     gives it a core.
@@ -98,13 +100,13 @@ def measure(state, name, size, work):
     check(name, whole, part, state.process_index, ranks, once)
     for values in (whole, part):
         values.zero_()  # they are added up again and again
-    first, _ = mean_cycle(state, work, 3, once)
+    first, *_ = mean_cycle(state, work, 3, once)
     repeats = min(REPEATS, max(5, int(SECONDS / first)))
-    alone, computed_alone = mean_cycle(state, work, repeats)
-    seconds, computed = mean_cycle(state, work, repeats, once)
-    in_a_row, _ = mean_cycle(state, lambda: None, repeats, once)
+    alone, own, computed_alone = mean_cycle(state, work, repeats)
+    seconds, _, computed = mean_cycle(state, work, repeats, once)
+    in_a_row, *_ = mean_cycle(state, lambda: None, repeats, once)
     after = max(seconds - alone, in_a_row)  # a difference of two means is noisy, and never less
-    return whole.numel() * 4, after, computed - computed_alone, in_a_row
+    return whole.numel() * 4, after, computed - computed_alone, in_a_row, computed_alone / own
 
 
 def check(name, whole, part, rank, ranks, once):
@@ -149,6 +151,8 @@ def fit_line(points):
 def measure_all(state, say):
     """{collective: its line, its line in a row, and its times as [bytes, seconds, seconds in a
     row]}. Also `busy`: for how much of the largest all-reduce's time this rank's CPU worked on it.
+    And the share of a core that a rank got, at least, while all computed: below 1, other programs
+    ran. On a GPU, 0 and None.
     """
     found, too_slow = {name: [] for name in COLLECTIVES}, set()
     work = make_work(state.device)
@@ -166,18 +170,24 @@ def measure_all(state, say):
             else:
                 line += f"{'':15}"
         say(line)
-    _, seconds, computed, _ = found["all_reduce"][-1]
+    _, seconds, computed, *_ = found["all_reduce"][-1]
+    shares = [row[-1] for times in found.values() for row in times]
+    share = torch.tensor(sorted(shares)[len(shares) // 2], device=state.device)
+    dist.all_reduce(share, dist.ReduceOp.MIN)
     say("as a line, latency + bytes on the bus / bandwidth; and right after another one:")
     for name, times in found.items():
-        share = bus_share(name, state.num_processes)
-        lines = [fit_line([(row[0] * share, row[column]) for row in times]) for column in (1, 3)]
+        carried = bus_share(name, state.num_processes)
+        lines = [fit_line([(row[0] * carried, row[column]) for row in times]) for column in (1, 3)]
         found[name] = lines[0] | {"in_a_row": lines[1],
-                                  "times": [[size, after, row] for size, after, _, row in times]}
+                                  "times": [[size, after, row] for size, after, _, row, _ in times]}
         say(f"{name:>15}: " + "; ".join(
             "{:6,.0f} µs + bytes / {:.3f} GB/s, errors {:.0%}".format(
                 line["latency_seconds"] * 1e6, line["bandwidth_bytes_per_second"] / 1e9,
                 line["residual"]) for line in lines))
-    return found, 0.0 if state.device.type == "cuda" else min(1.0, max(0.0, computed / seconds))
+    if state.device.type == "cuda":
+        return found, 0.0, None
+    say(f"while all ranks computed, the slowest got {share:.0%} of its core")
+    return found, min(1.0, max(0.0, computed / seconds)), share.item()
 
 
 def parse_args():
@@ -219,14 +229,13 @@ def main():
     say(f"backend {backend}, " + ", ".join(f"{name} {of}" for name, of in versions.items()))
     if world == 1:
         say("one process has nobody to talk to: ask for two nodes, or two GPUs")
-    collectives, busy = measure_all(state, say) if world > 1 else (None, None)
+    found = measure_all(state, say) if world > 1 else (None, None, None)
     record = {
         "status": "completed",
         "nodes": len({rank["host"] for rank in ranks}),
         "processes": world,
         "backend": backend,
-        "collectives": collectives,
-        "busy": busy,
+        **dict(zip(("collectives", "busy", "core_share"), found, strict=True)),
         "ranks": ranks,
         "versions": versions,
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),

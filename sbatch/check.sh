@@ -2,8 +2,9 @@
 # Is the cluster fit? Hosts, GPUs, versions, and how fast the nodes talk, in a minute or two:
 #   sbatch sbatch/check.sh
 # sbatch's options choose other shapes, as for 2node.sh. To prove on one node what `make test-gpu`
-# proves:
-#   sbatch --nodes=1 --gres=gpu:2 --time=20 sbatch/check.sh --full
+# proves, or some groups of it, which `python sbatch/check_gpu.py --help` lists:
+#   sbatch --nodes=1 --gres=gpu:2 --time=40 sbatch/check.sh --full
+#   sbatch --nodes=1 --gres=gpu:2 --time=20 sbatch/check.sh --full --only fp32 link
 #SBATCH --job-name=check
 #SBATCH --nodes=2
 #SBATCH --gres=gpu:1

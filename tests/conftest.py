@@ -1,9 +1,9 @@
 """What the tests share: launches, records, weights, and real data where a developer has some."""
 
 import json
-import locale
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +67,15 @@ def table_of(text, first_cell):
             for line in lines if not re.match(r"\|:?-", line)]
 
 
+def namespaces(setup, *more):
+    """The words that run what follows in namespaces of mounts and host names, and more, in which
+    the shell did `setup` first.
+    """
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("namespaces need root, and unshare")
+    return ["unshare", "--mount", "--uts", *more, "sh", "-c", f'{setup} && exec "$@"', "sh"]
+
+
 def environment(changes):
     ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | ours | (changes or {})
@@ -79,9 +88,8 @@ def run_forked(words, argv, folder, env, timeout):
         return Result(code, out.read(), err.read(), folder)
 
 
-def launch(
-    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240
-):  # fmt: skip
+def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True,
+           timeout=240):
     """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has
     to exit with 0.
 
@@ -116,12 +124,6 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def pytest_configure(config):
-    if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
-        pytest.exit("the tests read and print UTF-8, which this locale is not: "
-                    "PYTHONUTF8=1 make test", 2)
-
-
 @pytest.fixture(autouse=True)
 def own_signals():
     """Give pytest its signal handlers back after a script's main() ran in this process."""
@@ -154,9 +156,7 @@ def cluster(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Mark what `make test-all` runs beside the rest: tests with a cluster, which mostly wait; and
-    the lab, as two of the cluster's tests need its runs.
-    """
+    """Mark what runs beside the rest: tests with a cluster, which mostly wait, and the lab."""
     for item in items:
         if "cluster" in item.fixturenames or "exercise" in item.fixturenames:
             item.add_marker("cluster")

@@ -2,9 +2,8 @@
 
     python tests/reload.py QUESTIONS.json MAX_SEQ_LENGTH DOC_STRIDE FOLDER...
 
-prints [{question id: answer}, ...]. Nothing of train_bert_squad.py is used: AutoModel and
-AutoTokenizer load the folder, every window is a batch of its own, and the best span is looked for
-one by one.
+prints [{question id: answer}, ...]. Nothing of train_bert_squad.py is used: every window is a batch
+of its own, and the best span is looked for one by one.
 """
 
 import json

@@ -1,41 +1,33 @@
 """A script with eyes, and accidents on order: tests launch it in place of the script.
 
 SPY_SCRIPT  the script's name without .py
-SPY_DIR     every rank notes the sample ids of each micro-batch it trains on in
-            SPY_DIR/ids_RANK.jsonl
-SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal when it is about to train on its micro-batch
-            number 30 (from 0); "SIGTERM all 30": every rank does; "SIGTERM+SIGUSR1 1 30": two, one
-            after the other; "HANG 1 30": it sleeps there for two minutes
-SPY_EVAL    "SIGTERM 1 2": rank 1 gets the signal at its evaluation batch number 2; more than two
-            others are an error
+SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on
+SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch number 30 (from 0);
+            "SIGTERM all 30": every rank; "SIGTERM+SIGUSR1 1 30": two signals, one after the other;
+            "HANG 1 30": it sleeps there for two minutes
+SPY_EVAL    the same at an evaluation batch; more than two others are an error
+SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
+SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; or "gradient 1 30"
 SPY_TOKENS  tokenising writes this file, and then takes two minutes
 SPY_MEMORY  an evaluation holds so many MB besides
 SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
-SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; "gradient 1 30": only
-            its gradients are
-SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the middle of the second checkpoint, before it is
-            complete
 SPY_LATE    a disk that shows each rank, in a checkpoint that is being written, its own files only
-SPY_FLATTEN do to the LSTM's weights what cuDNN does on a GPU: move them into one buffer
-SPY_BYTES   every rank notes in SPY_DIR/bytes_RANK.json, after its third step's backward pass, the
-            bytes that it holds
-SPY_LIMIT   from before the model is made, each rank may have so many MB more than it has then; a
-            GPU has so many
-SPY_WIRE    every rank notes in SPY_WIRE/wire_RANK.json the bytes that its node has sent when its
-            steps 2 and 12 end
-SPY_CALLS   every rank notes in SPY_CALLS/calls_RANK.json the collectives of its steps 3 to 12, with
-            their bytes
-SPY_STEPS   rank 0 appends to this file the time and number of every step that it has done, and its
-            own start,
+SPY_FLATTEN the LSTM's weights move into one buffer, as cuDNN moves them on a GPU
+SPY_LIMIT   so many MB for each rank from before the model is made; of a GPU, so many in all
+SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after its third backward pass
+SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
+SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives of steps 3 to 12, with their bytes
+SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
-SPY_PLAIN   use accelerate as it comes, to meet the trap that on a CPU each process trains alone
+SPY_PLAIN   accelerate comes as it is: on a CPU each process trains alone
 """
 
 import collections
 import ctypes
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
@@ -46,240 +38,154 @@ import textwrap
 import time
 from pathlib import Path
 
-import accelerate
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from troubleshooting.without_gpu import flatten_like_cudnn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-script = importlib.import_module(os.environ["SPY_SCRIPT"])
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
+script = importlib.import_module(ORDERS["SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
+DATA, EVALUATE = (("Images", "evaluate") if hasattr(script, "Images")
+                  else ("Features", "evaluate_epoch"))
+COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints, steps
+FETCHED = collections.deque()
+STARTED = time.time()  # tells this process from the one of an earlier job
 
 
-def hit(order):
-    """Send this process the signals named at the start of an order such as "SIGKILL 1 30"."""
-    if order.startswith("HANG"):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher need not wait
-        return time.sleep(120)
-    for name in order.split()[0].split("+"):
-        os.kill(os.getpid(), getattr(signal, name))
-
-
-def spy_on_batches():
-    data = script.Images if hasattr(script, "Images") else script.Features
-    fetch, backward = data.__getitems__, script.Accelerator.backward
-    fetched, trained = collections.deque(), [0]
-    order = os.environ.get("SPY_SIGNAL", "")
-    ids_file = Path(os.environ["SPY_DIR"]) / f"ids_{RANK}.jsonl"
-
-    def noting(self, ids):
-        if torch.is_grad_enabled():  # training, not evaluation
-            fetched.append(ids)  # which is one batch ahead of what is trained on
-        return fetch(self, ids)
-
-    def training(self, loss):
-        if order and order.split()[1:] in ([str(RANK), str(trained[0])], ["all", str(trained[0])]):
-            hit(order)
-        trained[0] += 1
-        with open(ids_file, "a") as file:
-            file.write(json.dumps(fetched.popleft()) + "\n")
-        backward(self, loss)
-
-    data.__getitems__, script.Accelerator.backward = noting, training
-
-
-def spy_on_evaluation():
-    order, evaluated = os.environ["SPY_EVAL"].split(), [0]
-    original = script.Accelerator.check_trigger
-
-    def check_trigger(self):
-        if not torch.is_grad_enabled():  # in an evaluation
-            if order[1:] == [str(RANK), str(evaluated[0])]:
-                hit(order[0])
-            evaluated[0] += 1
-            assert evaluated[0] <= int(order[2]) + 3, "the evaluation goes on"
-        return original(self)
-
-    script.Accelerator.check_trigger = check_trigger
-
-
-def spy_on_tokens():
-    original = script.tokenize
-
-    @functools.wraps(original)  # whose code is part of the cache's key
-    def tokenize(*args, **options):
-        Path(os.environ["SPY_TOKENS"]).touch()
-        time.sleep(120)
-        return original(*args, **options)
-
-    script.tokenize = tokenize
-
-
-def spy_on_memory():
-    name = "evaluate_epoch" if hasattr(script, "evaluate_epoch") else "evaluate"
-    original = getattr(script, name)
-
-    def evaluate(*args):
-        besides = torch.ones(int(os.environ["SPY_MEMORY"]) * 250_000)
-        return original(*args) if besides.all() else None
-
-    setattr(script, name, evaluate)
-
-
-def spy_on_shapes():
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = int(os.environ["SPY_SHAPES"])
-
-
-def spy_on_numbers():
-    """Make one rank's numbers bad."""
-    what, *when = os.environ["SPY_NAN"].split()
-    backward, cross_entropy, trained = script.Accelerator.backward, script.F.cross_entropy, [0]
-
-    def bad(loss):
-        return loss * (float("nan") if when == [str(RANK), str(trained[0])] else 1)
-
-    def counting(self, loss):
-        backward(self, bad(loss) if what == "gradient" else loss)
-        trained[0] += 1
-
-    script.Accelerator.backward = counting
-    if what == "loss":
-        script.F.cross_entropy = lambda *args, **options: bad(cross_entropy(*args, **options))
-
-
-def spy_on_saves():
-    saves, original = [0], Path.write_text
-    order = os.environ["SPY_SAVE"]
-
-    def write_text(self, *args, **options):
-        saves[0] += self.name == "checkpoint.json"
-        if self.name == "checkpoint.json" and order.split()[1] == str(saves[0]):
-            hit(order)
-        return original(self, *args, **options)
-
-    Path.write_text = write_text
-
-
-def spy_on_the_disk():
-    original, others = Path.rglob, re.compile(rf"(^__|rank_|states_){1 - RANK}(_|\.)")
-
-    def without_others(self, pattern):
-        return (path for path in original(self, pattern) if not others.search(path.name))
-
-    Path.rglob = without_others
-
-
-def spy_on_weights():
-    original = script.RowLSTM.__init__
-
-    def init(self, *args):
-        original(self, *args)  # where nothing is flattened; on its way to a GPU it is, and then
-        torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
-
-    script.RowLSTM.__init__ = init
-
-
-def bytes_held(model, optimizer):
-    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a
-    view counts once.
+def instead(name, *orders, owner=script):
+    """Decorator: where any of these is ordered, the function stands in the place of `owner.name`.
+    Its first argument is the original.
     """
-    groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
+    def replace(function):
+        if ORDERS.keys().isdisjoint(orders):
+            return
+        *path, last = name.split(".")
+        place = functools.reduce(getattr, path, owner)
+        original = getattr(place, last)
 
-    def note(group, tensor):
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if tensor.numel() > 1 and tensor.device.type != "meta":  # not the counters of steps
-            groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        @functools.wraps(original)  # the code of `tokenize` is part of the cache's key
+        def replaced(*args, **options):
+            return function(original, *args, **options)
 
-    inner = optimizer.optimizer
-    for parameter in model.parameters():
-        note("parameters", parameter)
-        if hasattr(parameter, "ds_tensor"):
-            note("parameters", parameter.ds_tensor)
-        if parameter.grad is not None:
-            note("gradients", parameter.grad)
-    if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
-        for part in inner.averaged_gradients.values():
-            for gradient in part or ():  # nothing where they are offloaded
-                note("gradients", gradient)
-        # Of ZeRO-2, and of ZeRO-3.
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-            for part in getattr(inner, name, []):
-                note("master_copy", part)
-                if part.grad is not None:
-                    note("gradients", part.grad)
-        inner = inner.optimizer
-    for state in inner.state.values():
-        for value in state.values():
-            note("states", value)
-    return {name: sum(group.values()) for name, group in groups.items()}
+        setattr(place, last, replaced)
+
+    return replace
 
 
-def spy_on_bytes():
-    original, calls = script.Accelerator.prepare, [0]
-
-    def prepare(self, *parts):
-        if len(parts) == 1:
-            return original(self, *parts)  # the loader for evaluation
-        sizes = [parameter.numel() for parameter in parts[0].parameters()]
-        prepared = model, optimizer, *_ = original(self, *parts)
-        # Where gradients are reduced and not yet gone: before DeepSpeed's step, or zero_grad.
-        zero = self.distributed_type == script.utils.DistributedType.DEEPSPEED
-        owner, name = (model, "step") if zero else (optimizer, "zero_grad")
-        function = getattr(owner, name)
-
-        def counted(*args, **options):
-            calls[0] += self.sync_gradients
-            if calls[0] == 3 and self.sync_gradients:
-                file = Path(os.environ["SPY_DIR"]) / f"bytes_{RANK}.json"
-                file.write_text(json.dumps(bytes_held(model, optimizer) | {"sizes": sizes}))
-            return function(*args, **options)
-
-        setattr(owner, name, counted)
-        return prepared
-
-    script.Accelerator.prepare = prepare
+def obey(order, count):
+    """Send this process the signals of an order such as "SIGKILL 1 30", if it is time."""
+    signals, *when = ORDERS.get(order, "none").split()
+    if when not in ([str(count)], [str(RANK), str(count)], ["all", str(count)]):
+        return
+    if signals == "HANG":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher need not wait
+        time.sleep(120)
+    else:
+        for name in signals.split("+"):
+            os.kill(os.getpid(), getattr(signal, name))
 
 
-def spy_on_limit():
-    original, libc = script.load_model, ctypes.CDLL(None)
+def spoil(loss, what):
+    now = [what, str(RANK), str(COUNTS["trained"])]
+    return loss * (float("nan") if ORDERS.get("NAN", "").split() == now else 1)
 
-    def load_model(*args):
-        if torch.cuda.is_available():
-            whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(int(os.environ["SPY_LIMIT"]) * 10**6 / whole)
-            return original(*args)
-        libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+
+def note(order, name, what):
+    (Path(ORDERS[order]) / f"{name}_{RANK}.json").write_text(json.dumps(what))
+
+
+@instead(f"{DATA}.__getitems__", "DIR")
+def fetch(original, self, ids):
+    if torch.is_grad_enabled():  # training, not evaluation
+        FETCHED.append(ids)  # which is one batch ahead of what is trained on
+    return original(self, ids)
+
+
+@instead("Accelerator.backward", "DIR", "NAN")
+def backward(original, self, loss):
+    obey("SIGNAL", COUNTS["trained"])
+    if "DIR" in ORDERS:
+        with open(Path(ORDERS["DIR"]) / f"ids_{RANK}.jsonl", "a") as file:
+            file.write(json.dumps(FETCHED.popleft()) + "\n")
+    original(self, spoil(loss, "gradient"))
+    COUNTS["trained"] += 1
+
+
+@instead("F.cross_entropy", "NAN")
+def cross_entropy(original, *args, **options):
+    return spoil(original(*args, **options), "loss")
+
+
+@instead("Accelerator.check_trigger", "EVAL")
+def check_trigger(original, self):
+    if not torch.is_grad_enabled():  # in an evaluation
+        obey("EVAL", COUNTS["evaluated"])
+        COUNTS["evaluated"] += 1
+        assert COUNTS["evaluated"] <= int(ORDERS["EVAL"].split()[2]) + 3, "the evaluation goes on"
+    return original(self)
+
+
+@instead("Path.write_text", "SAVE")
+def write_text(original, self, *args, **options):
+    if self.name == "checkpoint.json":
+        COUNTS["saved"] += 1
+        obey("SAVE", COUNTS["saved"])
+    return original(self, *args, **options)
+
+
+@instead("tokenize", "TOKENS")
+def tokenize(original, *args, **options):
+    Path(ORDERS["TOKENS"]).touch()
+    time.sleep(120)
+    return original(*args, **options)
+
+
+@instead(EVALUATE, "MEMORY")
+def evaluate(original, *args):
+    besides = torch.ones(int(ORDERS["MEMORY"]) * 250_000)
+    return original(*args) if besides.all() else None
+
+
+@instead("Path.rglob", "LATE")
+def rglob(original, self, pattern):
+    others = re.compile(rf"(^__|rank_|states_){1 - RANK}(_|\.)")
+    return (path for path in original(self, pattern) if not others.search(path.name))
+
+
+@instead("RowLSTM.__init__", "FLATTEN")
+def init(original, self, *args):
+    sys.path.append(str(ROOT / "docs" / "reference" / "troubleshooting"))
+    from without_gpu import flatten_like_cudnn
+
+    original(self, *args)  # where nothing is flattened; on its way to a GPU it is, and then
+    torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
+
+
+@instead("load_model", "LIMIT")
+def load_model(original, *args):
+    more = int(ORDERS["LIMIT"]) * 10**6
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(more / whole)
+    else:
+        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: the system gets back what is freed
         held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
-        limit = int(held) * 1024 + int(os.environ["SPY_LIMIT"]) * 10**6
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        return original(*args)
-
-    script.load_model = load_model
+        most = int(held) * 1024 + more
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    return original(*args)
 
 
-def spy_on_the_wire():
-    original, sent = script.Run.end_step, []
-
-    def end_step(self):
-        if self.step + 1 in (2, 12):
-            lines = Path("/proc/net/dev").read_text().splitlines()
-            [line] = [line for line in lines if "eth0:" in line]
-            sent.append(int(line.split()[9]))
-            (Path(os.environ["SPY_WIRE"]) / f"wire_{RANK}.json").write_text(json.dumps(sent))
-        return original(self)
-
-    script.Run.end_step = end_step
+@instead("PartialState", "PLAIN")
+def plain(original, *_, **__):
+    return original()
 
 
 class Calls(TorchDispatchMode):
     """Notes all that goes to a process group, whoever calls: Python, DDP's reducer, or FSDP."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+    calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
@@ -292,61 +198,83 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def spy_on_calls():
-    original, spy = script.Run.end_step, Calls()
-
-    def end_step(self):
-        if self.step + 1 == 2:
-            spy.__enter__()
-        if self.step + 1 == 12:
-            spy.__exit__(None, None, None)
-            (Path(os.environ["SPY_CALLS"]) / f"calls_{RANK}.json").write_text(json.dumps(spy.calls))
-        return original(self)
-
-    script.Run.end_step = end_step
+CALLS, SENT = Calls(), []
 
 
-def spy_on_steps():
-    original, file = script.Run.end_step, open(os.environ["SPY_STEPS"], "a", buffering=1)
-    started = time.time()  # tells this process from the one of an earlier job
-
-    def end_step(self):
-        meeting = original(self)
-        file.write(f"{time.time():.2f} {self.step} {started}\n")
-        time.sleep(float(os.environ.get("SPY_PAUSE", 0)))
-        return meeting
-
-    script.Run.end_step = end_step
-
-
-def spy_on_syncs():
-    original = script.Run.end_step
-
-    def end_step(self):
-        meeting = original(self)
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default" if meeting else "error")
-        return meeting
-
-    script.Run.end_step = end_step
+@instead("Run.end_step", "WIRE", "CALLS", "STEPS", "SYNC")
+def end_step(original, run):
+    meeting = original(run)
+    if "WIRE" in ORDERS and run.step in (2, 12):
+        [line] = [line for line in open("/proc/net/dev") if "eth0:" in line]
+        SENT.append(int(line.split()[9]))
+        note("WIRE", "wire", SENT)
+    if "CALLS" in ORDERS and run.step == 2:
+        CALLS.__enter__()
+    if "CALLS" in ORDERS and run.step == 12:
+        CALLS.__exit__(None, None, None)
+        note("CALLS", "calls", CALLS.calls)
+    if "STEPS" in ORDERS and RANK == 0:
+        with open(ORDERS["STEPS"], "a") as file:
+            file.write(f"{time.time():.2f} {run.step} {STARTED}\n")
+        time.sleep(float(ORDERS.get("PAUSE", 0)))
+    if "SYNC" in ORDERS and torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default" if meeting else "error")
+    return meeting
 
 
-def spy_on_plain_accelerate():
-    script.PartialState = lambda *args, **options: accelerate.PartialState()
+@instead("Accelerator.prepare", "BYTES")
+def prepare(original, self, *parts):
+    if len(parts) == 1:
+        return original(self, *parts)  # the loader for evaluation
+    sizes = [parameter.numel() for parameter in parts[0].parameters()]
+    prepared = model, optimizer, *_ = original(self, *parts)
+    # Where gradients are reduced and not yet gone: before DeepSpeed's step, or zero_grad.
+    zero = self.distributed_type == script.utils.DistributedType.DEEPSPEED
+
+    @instead("step" if zero else "zero_grad", "BYTES", owner=model if zero else optimizer)
+    def counted(original, *args, **options):
+        COUNTS["steps"] += self.sync_gradients
+        if COUNTS["steps"] == 3 and self.sync_gradients:
+            note("DIR", "bytes", bytes_held(model, optimizer) | {"sizes": sizes})
+        return original(*args, **options)
+
+    return prepared
 
 
-SPIES = {"SPY_FLATTEN": spy_on_weights, "SPY_DIR": spy_on_batches, "SPY_BYTES": spy_on_bytes,
-         "SPY_LATE": spy_on_the_disk, "SPY_EVAL": spy_on_evaluation, "SPY_TOKENS": spy_on_tokens,
-         "SPY_MEMORY": spy_on_memory, "SPY_SHAPES": spy_on_shapes, "SPY_NAN": spy_on_numbers,
-         "SPY_SAVE": spy_on_saves, "SPY_STEPS": spy_on_steps,
-         "SPY_LIMIT": spy_on_limit, "SPY_WIRE": spy_on_the_wire,
-         "SPY_CALLS": spy_on_calls, "SPY_SYNC": spy_on_syncs,
-         "SPY_PLAIN": spy_on_plain_accelerate}  # fmt: skip
+def bytes_held(model, optimizer):
+    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a
+    view counts once.
+    """
+    groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
+
+    def count(group, tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        # Not the counters of steps, and nothing that is offloaded.
+        if tensor is not None and tensor.numel() > 1 and tensor.device.type != "meta":
+            groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+    inner = optimizer.optimizer
+    for parameter in model.parameters():
+        count("parameters", parameter)
+        count("parameters", getattr(parameter, "ds_tensor", None))
+        count("gradients", parameter.grad)
+    if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
+        for gradient in itertools.chain(*filter(None, inner.averaged_gradients.values())):
+            count("gradients", gradient)
+        # Of ZeRO-2, and of ZeRO-3.
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+            for part in getattr(inner, name, []):
+                count("master_copy", part)
+                count("gradients", part.grad)
+        inner = inner.optimizer
+    for value in itertools.chain(*(state.values() for state in inner.state.values())):
+        count("states", value)
+    return {name: sum(group.values()) for name, group in groups.items()}
+
 
 if __name__ == "__main__":
-    for name, spy in SPIES.items():
-        if name in os.environ and (RANK == 0 or name != "SPY_STEPS"):
-            spy()
+    if "SHAPES" in ORDERS:
+        importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
     text = Path(script.__file__).read_text()  # it ends as the script does
     block = text[text.index('if __name__ == "__main__":') :].split("\n", 1)[1]
     exec(compile(textwrap.dedent(block), script.__file__, "exec"), vars(script))

@@ -21,7 +21,7 @@ import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-DDP, ACCELERATED, MENDED = ((ROOT / "tests" / "exercises" / f"{name}.py").read_text()
+DDP, ACCELERATED, MENDED = ((LAB / "solutions" / f"{name}.py").read_text()
                             for name in ("ddp", "accelerated", "mended"))
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"

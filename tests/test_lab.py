@@ -42,9 +42,7 @@ def blocks(number):
 
 
 def blocks_of(text):
-    r"""The (commands, pasted output or "") of a page, or of a part of it. A command that the text
-    breaks with \ is one line here.
-    """
+    r"""The (commands, pasted output or "") of a page, or a part of it; without \ at line ends."""
     found = re.findall(r"^```(sh|text)\n(.*?)^```", text, re.M | re.S)
     for (kind, commands), after in zip(found, [*found[1:], ("", "")], strict=True):
         if kind == "sh":
@@ -52,11 +50,9 @@ def blocks_of(text):
 
 
 def kind(text):
-    """The lines of an output without what differs between runs and machines: the name of the CPU,
-    which may have any characters, numbers, dates, the widths of tables.
-    """
+    """Lines without what differs between runs: CPU's name, numbers, dates, widths, drawn times."""
     text = re.sub(r"CPU \(.*\)(?=: [\d,]+ parameters|, torch \d)", "CPU", text)
-    text = re.sub(r"[-+]?\d[\d,.:]*(e[-+]\d+)?|:?-{2,}:?", "N", text)
+    text = re.sub(r"^[.#]{4,}$|[-+]?\d[\d,.:]*(e[-+]\d+)?|:?-{2,}:?", "N", text, flags=re.M)
     return [re.sub(r"[\s|]+", " ", line).strip() for line in text.splitlines()]
 
 
@@ -73,8 +69,8 @@ def shell(tmp_path_factory):
     ranks are forked (see warm.py): `accelerate` is then a program that asks this process for them.
     """
     folder, tools = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("tools")
-    for name in ("accelerate_configs", "sbatch", "tests", "report.py", "train_mnist_rnn.py",
-                 "train_bert_squad.py"):
+    for name in ("accelerate_configs", "docs", "sbatch", "tests", "report.py",
+                 "train_mnist_rnn.py", "train_bert_squad.py"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("asked", "answered"):
         os.mkfifo(tools / name)
@@ -120,12 +116,14 @@ def exercise(shell):
                 if "inductor" in commands and not COMPILER:
                     lines, pasted = [line for line in lines if "compiled" not in line], ""
                 printed = shell([*settings, *lines], forked=now <= FORKED)
+                run.printed += printed
                 if any(line.strip() for line in lines):
                     check_kind(pasted, printed)
                 settings.extend(line for line in lines if re.match(r"(export )?[A-Z_]+=", line))
             done.add(now)
         return shell.folder
 
+    run.printed = ""
     return run
 
 
@@ -137,7 +135,6 @@ def compare(folder, *runs):
 
 @pytest.mark.parametrize("number", range(1, 9))
 def test_exercise(exercise, number):
-    """Word for word, in small."""
     exercise(number)
     if number == 6 and not COMPILER:
         pytest.skip("no C++ compiler, or no Python.h: the rest ran, without torch.compile")
@@ -152,6 +149,10 @@ def test_what_the_answers_claim(exercise):
             ("fp32 bf16", 1e-9, 0.1), ("shard-ddp shard-zero3", 0, 1e-4),
             ("shard-ddp shard-fsdp", 0, 1e-4)]:
         assert low <= compare(folder, *runs.split()) <= high, runs
+    waits = re.findall(r"waits for (\d+)%", exercise.printed)
+    for wait, low, high in zip(map(int, waits), (55, 25, 0), (65, 45, 15), strict=True):
+        assert low <= wait <= high
+    assert "enumerate(DataLoader)" in (folder / "runs/lab/slow_loader_0.json").read_text()
 
 
 def test_slurm_jobs(exercise, cluster, tmp_path):
@@ -168,9 +169,8 @@ def test_slurm_jobs(exercise, cluster, tmp_path):
 
 
 def test_the_batch_sweep_of_before_you_scale(shell):
-    """One batch, and fewer steps."""
     [(commands, pasted)] = blocks_of((ROOT / "docs" / "before-you-scale.md").read_text())
-    commands = commands.replace("1 2 4 8", "8").replace("_steps 30", "_steps 12")
+    commands = commands.replace("1 2 4 8 16", "8").replace("_steps 30", "_steps 12")
     lines = [line for line in commands.splitlines() if line not in SET_UP]
     check_kind(pasted, shell(lines, forked=True))
 

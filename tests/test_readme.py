@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,46 +11,34 @@ from conftest import ACCELERATE, ROOT, anchor, run
 from packaging.requirements import Requirement
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
-NAMES = ["README.md", "docs/cluster.md", "docs/scripts.md"]
+NAMES = ["README.md", "docs/cluster.md", "docs/scripts.md", "docs/reference/developing.md"]
 TEXTS = "".join((ROOT / name).read_text() for name in NAMES)
-LINES = [line for block in re.findall(r"```\n(.*?)```", TEXTS, re.S)
-         for line in re.sub(r"\\\n *", "", block).splitlines()]
-COMMANDS = {line.split("#")[0].strip() for line in LINES
+BLOCKS = re.sub(r"\\\n *", "", "".join(re.findall(r"```\n(.*?)```", TEXTS, re.S)))
+COMMANDS = {line.split("#")[0].strip() for line in BLOCKS.splitlines()
             if re.match(r"accelerate|make|python|source|sbatch", line)}
-# What runs the commands that are not run here.
 CI = ["make train", "make train-bert", "make setup", "make sweep", "make test",
-      "python report.py runs/", "source .venv/bin/activate"]
-ELSEWHERE = {
-    "make clean setup CONSTRAINTS=constraints-cu128.txt": "test_each_set_fits_the_requirements",
-    "python train_bert_squad.py --prepare_data_only": "test_bert_data.py",
-    "python fit.py 40GB": "test_ladder.py",
-    "sbatch/sweep.sh --dry_run": "test_sbatch.py",
-    "sbatch/sweep.sh": "test_sbatch.py",
-    "sbatch sbatch/2node.sh": "test_sbatch.py",
-    "sbatch sbatch/check.sh": "test_sbatch.py",
-    "sbatch --nodes=1 --gres=gpu:2 --time=20 sbatch/check.sh --full": "test_sbatch.py",
-}
+      "python report.py runs/", "source .venv/bin/activate"]  # .ci/run runs these
+ELSEWHERE = [  # and these: the test of make below, test_bert_data, test_ladder, test_sbatch
+    "make train TORCH=cpu", "make clean setup CONSTRAINTS=constraints-cu128.txt",
+    "python train_bert_squad.py --prepare_data_only", "python fit.py 40GB",
+    "sbatch/sweep.sh --dry_run", "sbatch/sweep.sh", "sbatch sbatch/2node.sh",
+    "sbatch sbatch/check.sh", "sbatch --nodes=1 --gres=gpu:2 --time=40 sbatch/check.sh --full"]
 HERE = sorted(COMMANDS - {*CI, *ELSEWHERE})
 LAUNCHES, JOBS = ([command for command in HERE if command.startswith(start)]
                   for start in ("accelerate launch --config_file ", "sbatch "))
-SMALL = {
-    "train_mnist_rnn.py": "--dataset digits",
-    "train_bert_squad.py": "--model_name_or_path tests/data/tiny_bert --from_scratch"
-    " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json"
-    " --version_2_with_negative",
-}
 
 
-def small(words, folder):
+def small(command, folder):
     """Flags that come last: small data, a few steps."""
-    script = "train_mnist_rnn.py" if "train_mnist_rnn.py" in words else "train_bert_squad.py"
-    return [*SMALL[script].split(), "--max_train_steps", "3", "--output_dir", str(folder)]
+    data = ("--dataset digits" if "train_mnist_rnn.py" in command else
+            "--model_name_or_path tests/data/tiny_bert --from_scratch --version_2_with_negative"
+            " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json")
+    return [*data.split(), "--max_train_steps", "3", "--output_dir", str(folder)]
 
 
 def test_no_command_is_left_to_rot():
     assert {*CI, *ELSEWHERE} <= COMMANDS and HERE == LAUNCHES + JOBS, "a command needs a test"
-    script = (ROOT / ".ci" / "run").read_text()
-    assert all(command in script for command in CI)
+    assert all(command in (ROOT / ".ci" / "run").read_text() for command in CI)
 
 
 @pytest.mark.slow
@@ -57,32 +46,24 @@ def test_sbatch_commands_work(cluster, tmp_path):
     """Word for word and all at once, but in small."""
     jobs = {}
     for i, command in enumerate(JOBS):
-        words, folder = shlex.split(command)[1:], tmp_path / str(i)
-        words = [f"--output={folder}.log", *words, *small(words, folder)]
+        folder = tmp_path / str(i)
+        words = [f"--output={folder}.log", *shlex.split(command)[1:], *small(command, folder)]
         jobs[folder] = cluster.submit(*words, cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
     for folder, job in jobs.items():
         assert cluster.wait(job, 240) == "COMPLETED", folder.with_suffix(".log").read_text()
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory):
-    """command -> its Result: word for word, but in small, and two at once on free ports."""
-    folders = {command: tmp_path_factory.mktemp("launch") for command in LAUNCHES}
-
+def test_launch_commands_work(tmp_path):
+    """Word for word, but in small, and two at once on free ports."""
     def start(command):
-        words, folder = shlex.split(command)[2:], folders[command]
-        command = [*ACCELERATE, "--main_process_port", "0", *words, *small(words, folder)]
-        return run(command, folder)
+        folder = tmp_path / str(LAUNCHES.index(command))
+        words = [*shlex.split(command)[2:], *small(command, folder)]
+        return run([*ACCELERATE, "--main_process_port", "0", *words], folder)
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(LAUNCHES, pool.map(start, LAUNCHES), strict=True))
-
-
-@pytest.mark.parametrize("command", LAUNCHES)
-def test_launch_commands_work(command, launches):
-    result = launches[command]
-    assert result.code == 0 and result.record["status"] == "completed", result.err
-    assert result.record["strategy"] in shlex.split(command)[3]
+        for command, result in zip(LAUNCHES, pool.map(start, LAUNCHES), strict=True):
+            assert result.code == 0 and result.record["status"] == "completed", result.err
+            assert result.record["strategy"] in shlex.split(command)[3]
 
 
 def test_links_lead_somewhere():
@@ -98,6 +79,25 @@ def test_links_lead_somewhere():
             assert not place or place in places, f"{page}: {file}#{place}"
         for file, name in re.findall(r"`tests/(\w+\.py)::(\w+)`", text):
             assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{page}: {name}"
+
+
+def test_make_installs_what_was_asked_for(tmp_path):
+    """And nothing once .venv is there, until a requirement changes. pip notes what it was told."""
+    for name in ["Makefile", *ROOT.glob("requirements*.txt"), *ROOT.glob("constraints*.txt")]:
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >>pip.log\n')
+    (tmp_path / "python").write_text("#!/bin/sh\n[ $1 = -c ] || install -D pip .venv/bin/pip\n")
+    new, old = (f"{name} torch torchvision{index}\n{name} -r requirements.txt\n" for name, index in
+                [("constraints.txt", " --no-deps --index-url https://download.pytorch.org/whl/cpu"),
+                 ("constraints-cu128.txt", "")])
+    for words, asked, notes in [
+            ("setup TORCH=cpu", new, 0), ("dev", "constraints.txt -r requirements-dev.txt\n", 0),
+            ("setup TORCH=", "", 1), ("setup -W requirements.txt", new, 0),
+            ("clean setup CONSTRAINTS=constraints-cu128.txt", old, 0), ("setup TORCH=cpu", "", 1)]:
+        (tmp_path / "pip.log").write_text("")
+        done = run(["make", "-C", tmp_path, "PYTHON=sh python", *words.split()])
+        assert done.code == 0 and done.err.count("note: .venv stays") == notes, done.err
+        assert re.sub(".* -c ", "", (tmp_path / "pip.log").read_text()) == asked
 
 
 def requirements(name):

@@ -7,7 +7,6 @@ import threading
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from conftest import launch
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 PROBE = """
 import datetime, os, torch
@@ -48,7 +47,3 @@ def test_dataparallels_threads_forget_the_dtype_of_autocast():
     thread.join()
     torch.set_autocast_dtype("cuda", before)
     assert found == [torch.float16]
-
-
-def test_fsdp_offloads_into_pinned_memory_which_needs_a_gpu():
-    assert CPUOffloadPolicy().pin_memory

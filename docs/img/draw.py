@@ -1,104 +1,102 @@
-"""Draw the diagrams of docs/strategies.md as SVG: python docs/img/draw.py [FOLDER]. A test holds
-the files to this.
+"""Draw the diagrams of the strategies as SVG: python docs/img/draw.py [FOLDER]. A test holds the
+files to this. They are in docs/strategies.md, docs/lab.md and README.md.
 
-Time has one scale in all of them, but for slow.svg. Durations are made up, by one rule: three
-layers on n = 4 GPUs, and
+Time has one scale in all timelines. Durations are made up, by one rule: three layers on n = 4 GPUs,
+and
 
     forward pass of a layer                      2 units of time
     backward pass of a layer                     4: twice the forward pass
     optimizer, on all parameters                 2; on a shard 2/n
-    the bytes of a layer over one link           2, as its forward pass; in slow.svg 8
+    the bytes of a layer over one link           2, as its forward pass
     all-gather or reduce-scatter of a layer      (n-1)/n of these bytes
     all-reduce of a layer                        2 (n-1)/n of these bytes
     DP's copies of P, and its sum of G           the bytes of all layers: NCCL relays them
     DP's inputs, outputs, gradients of outputs   an eighth of a layer for each of the n-1 GPUs
 
-When something starts follows: as soon as its lane is free, and what it needs is there.
+When something starts follows: as soon as its lane is free, and what it needs is there. slow.svg is
+drawn from measured records, memory.svg by the formulas of fit.py.
 """
 
+import itertools
+import json
 import re
 import sys
+import tarfile
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for reporting/, which only the pictures that need it import
 # The colours of Okabe and Ito
 BLUE, ORANGE, GREEN, SKY, YELLOW, PINK = (
     "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#F0E442", "#CC79A7")
 WIDTH, LEFT, RIGHT = 800, 112, 790  # of a picture, and where its lanes begin and end
-SCALE, SLOW_SCALE = 19.5, 11.8  # pixels per unit of time
-LAYERS, GPUS, FORWARD, OPTIMIZER, LINK, SLOW_LINK = 3, 4, 2, 2, 2, 8
+SCALE = 19.5  # pixels per unit of time
+LAYERS, GPUS, FORWARD, OPTIMIZER, LINK = 3, 4, 2, 2, 2
 
-
-def durations(link):
-    """Units of time of each kind of box, if a layer's bytes take `link` units over one link."""
-    passed, batch = link * (GPUS - 1) / GPUS, (GPUS - 1) * link / 8
-    return {"F": FORWARD, "B": 2 * FORWARD, "O": OPTIMIZER, "Os": OPTIMIZER / GPUS,
-            "AG": passed, "AGs": LAYERS * passed, "RS": passed, "AR": 2 * passed,
-            "P": LAYERS * link + batch, "Y": batch, "dY": batch, "G": LAYERS * link}
-
-
-# Kinds of boxes: colour, legend, and what the box says where that is not its label.
-KINDS = {"F": (SKY, "F1: forward of layer 1"), "B": (ORANGE, "B1: backward of layer 1"),
-         "O": (GREEN, "O: optimizer"), "Os": (GREEN, "O: optimizer", "O"),
-         "AG": (YELLOW, "AG: all-gather of P"),
-         "AGs": (YELLOW, "AG: all-gather of P", "AG, all layers"),
-         "RS": (PINK, "RS: reduce-scatter of G"), "AR": (PINK, "AR: all-reduce of G"),
-         "P": (YELLOW, "", "parameters, inputs"), "Y": (PINK, "Y: outputs"),
-         "dY": (YELLOW, "dY: gradients of Y"), "G": (PINK, "", "gradients")}
+RING, BATCH = LINK * (GPUS - 1) / GPUS, LINK * (GPUS - 1) / 8
+# Kinds of boxes: units of time, colour, legend, and what the box says where that is not its label.
+KINDS = {"F": (FORWARD, SKY, "F1: forward of layer 1"),
+         "B": (2 * FORWARD, ORANGE, "B1: backward of layer 1"),
+         "O": (OPTIMIZER, GREEN, "O: optimizer"),
+         "Os": (OPTIMIZER / GPUS, GREEN, "O: optimizer", "O"),
+         "AG": (RING, YELLOW, "AG1: all-gather of layer 1's P"),
+         "AGs": (LAYERS * RING, YELLOW, "AG: all-gather of P", "AG, all layers"),
+         "RS": (RING, PINK, "RS1: reduce-scatter of layer 1's G"),
+         "AR": (2 * RING, PINK, "AR1: all-reduce of layer 1's G"),
+         "P": (LAYERS * LINK + BATCH, YELLOW, "", "parameters, inputs"),
+         "Y": (BATCH, PINK, "Y: outputs"), "dY": (BATCH, YELLOW, "dY: gradients of Y"),
+         "G": (LAYERS * LINK, PINK, "", "gradients")}
 PARAMETERS, GRADIENTS, STATES = (
     ("parameters P", BLUE), ("gradients G", ORANGE), ("optimizer O", GREEN))
 PASSES = "0 F1, 0 F2, 0 F3, 0 B3, 0 B2, 0 B1"
+COMPUTES = ["computes", "communicates"]
+ALL = "0123"
 # Of each strategy: what the devices hold (a row: label, colour, and of each device "whole",
-# "shard", "" or words); what they exchange (words, who sends, who receives); the lanes, and the
-# events of a step (LANE LABEL < what has to be over).
+# "shard", "" or words); what they exchange, above these rows and below (words, who sends, who
+# receives); the lanes; the events of a step (LANE LABEL < what has to be over); and a note.
 STRATEGIES = {
-    "baseline": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")], [],
-                 ["computes"], f"{PASSES}, 0 O"),
+    "baseline": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")], None, None,
+                 COMPUTES[:1], f"{PASSES}, 0 O", ""),
     "dp": ([(*PARAMETERS, "whole", "copy, for this step"),
             (*GRADIENTS, "whole", "of its part, for this step"), (*STATES, "whole", "")],
-           [("GPU 0 sends all parameters to each GPU, and a part of the batch", "0", "123"),
-            ("GPU 0 gets the outputs Y, and later the sum of all gradients", "123", "0")],
+           ("GPU 0 sends all parameters and a part of the batch; later dY", "0", "123"),
+           ("GPU 0 gets the outputs Y, and later the sum of all gradients", "123", "0"),
            ["GPU 0 computes", "1-3 compute", "the links"],
            "2 P, 1 F1 < P, 1 F2, 1 F3, 0 F1' < P, 0 F2', 0 F3', 2 Y < F3, 2 dY, 1 B3 < dY, 1 B2, "
-           "1 B1, 0 B3' < dY, 0 B2', 0 B1', 2 G < B1, 0 O < G"),
-    "ddp": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")],
-            [("all-reduce of G, bucket by bucket: every device gets the mean", "0123", "0123")],
-            ["computes", "communicates"],
-            f"{PASSES}, 1 AR3 < B3, 1 AR2 < B2, 1 AR1 < B1, 0 O < AR1"),
+           "1 B1, 0 B3' < dY, 0 B2', 0 B1', 2 G < B1, 0 O < G", ""),
+    "ddp": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")], None,
+            ("all-reduce of G, bucket by bucket: every device gets the mean", ALL, ALL), COMPUTES,
+            f"{PASSES}, 1 AR3 < B3, 1 AR2 < B2, 1 AR1 < B1, 0 O < AR1", ""),
     "zero2": ([(*PARAMETERS, "whole"), (*GRADIENTS, "shard"), (*STATES, "shard")],
-              [("reduce-scatter of G: each device gets the mean of its own shard", "0123", "0123"),
-               ("all-gather of P: each device sends the shard that it has updated",
-                "0123", "0123")],
-              ["computes", "communicates"],
-              f"{PASSES}, 1 RS3 < B3, 1 RS2 < B2, 1 RS1 < B1, 0 Os < RS1, 1 AGs < Os"),
-    "fsdp": ([(*PARAMETERS, "shard"), (*GRADIENTS, "shard"), (*STATES, "shard"),
-              ("gathered", BLUE, "one or two layers, whole")],
-             [("all-gather of a layer's P, before its forward and again before its backward pass",
-               "0123", "0123"),
-              ("reduce-scatter of a layer's G, after its backward pass", "0123", "0123")],
-             ["computes", "communicates"],
+              ("all-gather of P: each device sends the shard that it has updated", ALL, ALL),
+              ("reduce-scatter of G: each device gets the mean of its own shard", ALL, ALL),
+              COMPUTES,
+              f"{PASSES}, 1 RS3 < B3, 1 RS2 < B2, 1 RS1 < B1, 0 Os < RS1, 1 AGs < Os", ""),
+    "fsdp": ([(*PARAMETERS, "shard"), ("gathered P", BLUE, "one or two layers, whole"),
+              (*GRADIENTS, "shard"), (*STATES, "shard")],
+             ("all-gather of a layer's P, before its forward and again before its backward pass",
+              ALL, ALL),
+             ("reduce-scatter of a layer's G, after its backward pass", ALL, ALL), COMPUTES,
              "1 AG1, 0 F1 < AG1, 1 AG2, 0 F2 < AG2, 1 AG3 < F1, 0 F3 < AG3, 1 AG3' < F3, "
              "0 B3 < AG3', 1 AG2', 0 B2 < AG2', 1 RS3 < B3, 1 AG1', 0 B1 < AG1', 1 RS2 < B2, "
-             "1 RS1 < B1, 0 Os < RS1")}
+             "1 RS1 < B1, 0 Os < RS1",
+             "A layer is freed after its forward pass, so its backward pass gathers it again: "
+             "AG3 comes twice, too.")}
 
 
 def kind(label):
     return re.match("[A-Za-z]+", label)[0]
 
 
-def schedule(events, link=LINK):
+def schedule(events):
     """[(lane, label, start, end)] of these events, in units of time."""
-    takes, ends, free, found = durations(link), {None: 0}, {}, []
+    ends, free, found = {None: 0}, {}, []
     for event in events.split(", "):
         lane, label, need = re.fullmatch(r"(\d) (\S+)(?: < (\S+))?", event).groups()
         start = max(free.get(lane, 0), ends[need])
-        free[lane] = ends[label] = start + takes[kind(label)]
+        free[lane] = ends[label] = start + KINDS[kind(label)][0]
         found.append((int(lane), label, start, ends[label]))
     return found
-
-
-def length(events, link=LINK):
-    """Units of time until all events are over."""
-    return max(end for *_, end in schedule(events, link))
 
 
 class Picture:
@@ -118,14 +116,30 @@ class Picture:
         if text:
             self.text(x + width / 2, y + height / 2 + 4, text, "middle", 11, colour)
 
+    def line(self, *points, dash="", fill="none"):
+        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = dash and f' stroke-dasharray="{dash}"'
+        self.lines.append(f'<path d="M{path}" fill="{fill}" stroke="black"{dash}/>')
+
     def arrow(self, *points):
         """Lines from point to point, each level or upright, with a head at the last one."""
         (x0, y0), (x, y) = points[-2:]
         across, down = (x > x0) - (x < x0), (y > y0) - (y < y0)
-        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.lines += [f'<path d="M{path}" fill="none" stroke="black"/>',
-                       f'<path d="M{x:.1f},{y:.1f} l{-7 * across - 4 * down},'
-                       f'{-7 * down - 4 * across} l{8 * down},{8 * across} z"/>']
+        self.line(*points)
+        self.lines.append(f'<path d="M{x:.1f},{y:.1f} l{-7 * across - 4 * down},'
+                          f'{-7 * down - 4 * across} l{8 * down},{8 * across} z"/>')
+
+    def legend(self, y, entries):
+        """Coloured boxes and what they mean, in lines. Returns where this ends."""
+        x = LEFT
+        for name, fill, *opacity in entries:
+            wide = 28 + 6.4 * len(name)
+            if x + wide > RIGHT:
+                x, y = LEFT, y + 20
+            self.box(x, y, 14, 14, fill, opacity=opacity[0] if opacity else 1)
+            self.text(x + 19, y + 11, name, size=11)
+            x += wide
+        return y + 24
 
     def save(self, path, height):
         path.write_text("\n".join([
@@ -140,14 +154,16 @@ class Picture:
 # -------------------------------------------------------- a strategy: what it holds, and its step
 
 
-def devices(picture, rows, bands):
-    """What each device holds, and below it what they exchange. Returns where this ends."""
-    wide, bottom = (RIGHT - LEFT - 3 * 12) / 4, 42 + 22 * len(rows)
-    for device in range(GPUS if bands else 1):
+def devices(picture, rows, above, below):
+    """What each device holds, and what they exchange. Returns where this ends."""
+    wide, top = (RIGHT - LEFT - 3 * 12) / GPUS, 66 if above else 24
+    bottom = top + 22 * len(rows) - 4
+    for device in range(GPUS if below else 1):
         x = LEFT + device * (wide + 12)
-        picture.text(x + wide / 2, 16, f"GPU {device}", "middle", weight="bold")
+        middle = x + wide / 2
+        picture.text(middle, 16, f"GPU {device}", "middle", weight="bold")
         for y, (label, colour, *held) in enumerate(rows):
-            y, has = 24 + y * 22, held[min(device, len(held) - 1)]
+            y, has = top + y * 22, held[min(device, len(held) - 1)]
             if device == 0:
                 picture.text(LEFT - 8, y + 13, label, "end")
             for part in sorted(range(4), key=lambda part: part == device):  # its shard on top
@@ -158,22 +174,22 @@ def devices(picture, rows, bands):
             if has not in ("whole", "shard", ""):
                 picture.box(x, y, wide, 18)
                 picture.box(x, y, wide, 18, colour, has, opacity=0.25)
-        for i, (_, senders, receivers) in enumerate(bands):
-            middle = x + wide / 2 + (i - len(bands) / 2 + 0.5) * 34
-            if str(device) in senders:
-                picture.arrow((middle - 7, bottom - 18), (middle - 7, bottom + i * 30))
-            if str(device) in receivers:
-                picture.arrow((middle + 7, bottom + i * 30), (middle + 7, bottom - 18))
-    for i, (text, *_) in enumerate(bands):
-        picture.box(LEFT, bottom + i * 30, RIGHT - LEFT, 20, "#EEEEEE", text)
-    return bottom + 30 * len(bands)
+        for band, here, there in ((above, top - 2, 46), (below, bottom + 2, bottom + 20)):
+            if band and str(device) in band[1]:
+                picture.arrow((middle - 9, here), (middle - 9, there))
+            if band and str(device) in band[2]:
+                picture.arrow((middle + 9, there), (middle + 9, here))
+    for band, y in ((above, 26), (below, bottom + 20)):
+        if band:
+            picture.box(LEFT, y, RIGHT - LEFT, 20, "#EEEEEE", band[0])
+    return bottom + (50 if below else 18)
 
 
-def timeline(picture, y, title, lanes, events, link=LINK, scale=SCALE):
+def timeline(picture, y, title, lanes, events):
     """One step, below `y`. Returns where this ends, and the legend."""
-    found = schedule(events, link)
-    over, free = length(events, link), [0.0] * len(lanes)
-    picture.text(LEFT, y + 12, f"{title}, time to the right: {over:g} units", weight="bold")
+    found, free = schedule(events), [0.0] * len(lanes)
+    over = max(end for *_, end in found)
+    picture.text(LEFT, y + 12, f"{title}: {over:g} units", weight="bold")
     waits, boxes, legend = [], [], []
     for lane, name in enumerate(lanes):
         picture.text(LEFT - 8, y + 36 + lane * 30, name, "end")
@@ -182,47 +198,164 @@ def timeline(picture, y, title, lanes, events, link=LINK, scale=SCALE):
             waits.append((lane, free[lane], start, "url(#hatch)", ""))
         free[lane] = end
         if label:
-            fill, meaning, *says = KINDS[kind(label)]
+            _, fill, meaning, *says = KINDS[kind(label)]
             boxes.append((lane, start, end, fill, says[0] if says else label.strip("'")))
             legend += [meaning] * (meaning not in ["", *legend])
     for lane, start, end, fill, text in waits + boxes:
-        x, top, wide = LEFT + start * scale, y + 20 + lane * 30, (end - start) * scale
-        narrow = wide < 8 * len(text)  # then what it says stands to the right of it
-        if narrow and len(text) == 1:
+        x, top, wide = LEFT + start * SCALE, y + 20 + lane * 30, (end - start) * SCALE
+        if len(text) < 3 and wide < 5 + 7 * len(text):  # then it stands to the right of the box
             picture.box(x, top, wide, 24, fill)
-            picture.box(x + wide + 2, top + 4, 11, 16, "white", text, "white")
+            picture.box(x + wide + 2, top + 4, 3 + 8 * len(text), 16, "white", text, "white")
         else:
             picture.box(x, top, wide, 24, fill, text)
     return y + 22 + len(lanes) * 30, legend + ["hatched: waits"] * bool(waits)
 
 
 def explain(picture, y, legend):
-    """The legend, four to a line. Returns where this ends."""
-    for first in range(0, len(legend), 4):
-        y += 16
-        picture.text(LEFT, y - 4, ";  ".join(legend[first : first + 4]), size=11)
-    return y + 4
+    """The legend, in lines. Returns where this ends."""
+    line = ""
+    for text in [*legend, None]:
+        if line and (text is None or len(f"{line};  {text}") > 100):
+            y, line = y + 16, picture.text(LEFT, y + 12, line, size=11)
+        line = f"{line};  {text}" if line else text
+    return y + 8
 
 
 def strategy(picture, name):
-    rows, bands, lanes, events = STRATEGIES[name]
-    y = devices(picture, rows, bands)
-    return explain(picture, *timeline(picture, y, "One step", lanes, events))
+    rows, above, below, lanes, events, note = STRATEGIES[name]
+    y = devices(picture, rows, above, below)
+    y, legend = timeline(picture, y, "One step, time to the right", lanes, events)
+    if note:
+        y += 16
+        picture.text(LEFT, y - 4, note, size=11)
+    return explain(picture, y, legend)
+
+
+def steps(picture):
+    """A step of each strategy. Returns where this ends."""
+    y, legend = 4, []
+    for name, title in {"baseline": "Baseline, a quarter of the samples", "dp": "DP", "ddp": "DDP",
+                        "zero2": "ZeRO-2", "fsdp": "FSDP; ZeRO-3 is similar"}.items():
+        y, more = timeline(picture, y, title, *STRATEGIES[name][3:5])
+        legend, y = list(dict.fromkeys(legend + more)), y + 4
+    return explain(picture, y, [text for text in legend if text != "hatched: waits"]
+                   + ["hatched: waits"])
+
+
+# --------------------------------------------------------------------- measured, and by formula
+
+MEASURED = ROOT / "docs" / "results" / "links-cpu" / "records.tar.xz"
+SPEEDS = {"10gbit": "10 Gbit/s", "200mbit": "200 Mbit/s"}
+NAMES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
+
+
+def measured_steps():
+    """{(link, strategy): (ms of a step on one process alone, ms on two nodes, MB sent)}."""
+    from reporting.links import bytes_sent
+
+    found = {}
+    with tarfile.open(MEASURED) as records:
+        for link, name in itertools.product(SPEEDS, NAMES):
+            runs = [json.load(records.extractfile(f"{link}/bert/{name}-{nodes}x1-r1/run.json"))
+                    for nodes in (1, 2)]
+            took = [1000 * run["global_batch_size"] / run["samples_per_second"] for run in runs]
+            sent = bytes_sent(name, runs[1]["parameters"], 2, gloo=True) / 1e6
+            found[link, name] = (*took, sent)
+    return found
 
 
 def slow(picture):
-    """Steps of three strategies on a slow link. Returns where this ends."""
-    y, legend = 4, []
-    for name, title in {"ddp": "DDP", "zero2": "ZeRO-2", "fsdp": "FSDP"}.items():
-        top, (y, more) = y, timeline(
-            picture, y, f"{title} on a slow link", *STRATEGIES[name][2:], SLOW_LINK, SLOW_SCALE)
-        legend, y = list(dict.fromkeys(legend + more)), y + 14
-        if name == "ddp":
-            x = LEFT + length(STRATEGIES[name][3], SLOW_LINK) * SLOW_SCALE
-            picture.text(x + 6, top + 66, "DDP is done")
-    picture.lines.insert(0, f'<path d="M{x:.1f},50 V{y - 14}" stroke="black" '
-                            'stroke-dasharray="6,4"/>')  # behind the boxes
-    return explain(picture, y - 8, legend)
+    """Measured steps on a fast and on a slow link. Returns where this ends."""
+    y, scale, found = 4, 2.25, measured_steps()
+    for link, speed in SPEEDS.items():
+        picture.text(LEFT, y + 12, f"One step over {speed}, measured", weight="bold")
+        y += 20
+        for name, title in NAMES.items():
+            alone, two, sent = found[link, name]
+            picture.text(LEFT - 8, y + 16, title, "end")
+            picture.box(LEFT, y, alone * scale, 22, SKY, f"{alone:.0f}")
+            picture.box(LEFT + alone * scale, y, (two - alone) * scale, 22, PINK,
+                        f"+{round(two) - round(alone)}" if (two - alone) * scale > 24 else "")
+            picture.text(LEFT + two * scale + 6, y + 16,
+                         f"{two:.0f} ms; a rank sends {sent:.1f} MB", size=11)
+            y += 26
+        y += 8
+    y = picture.legend(y, [("the same step on one process alone, in ms", SKY),
+                           ("longer on two nodes: sending and waiting", PINK)])
+    return explain(picture, y - 4, ["A BERT with 0.4 million parameters, one CPU process on each "
+                                    "node, gloo", "MB: by formula"])
+
+
+def moments(name, model, tokens, n):
+    """[(units of time, its label, {what: MB})] of a step of fit.py's formulas: the backward pass of
+    a layer takes twice its forward pass, and the update as long as a backward pass.
+    """
+    from reporting import memory
+
+    layers, hidden, inner = (model[size] for size in memory.SIZES[:3])
+    parameters, embeddings, _, _ = memory.count_parameters(model)
+    parts = memory.bytes_of_parts(name, parameters, n)
+    whole, early = parts["gradients"], name in memory.EARLY
+    buffers, first, after = memory.bytes_of_buffers(name, model, n)
+    layer = memory.bytes_of_activations(tokens, 1, hidden, inner)
+    outside = memory.bytes_outside_layers(tokens, hidden)
+    way = 4 * tokens * (hidden + inner)  # the activations' own gradients
+    held = []
+
+    def note(units, label, gradients, gathered, activations):
+        held.append((units, label, {
+            "parameters": parts["parameters"] / 1e6, "optimizer states": parts["states"] / 1e6,
+            "gradients": (whole if early else gradients) / 1e6, "gathered": gathered / 1e6,
+            "activations": activations / 1e6}))
+
+    for done in range(1, layers + 1):
+        note(1, "forward", 0, buffers, outside + done * layer)
+    for left in range(layers, 0, -1):
+        made = whole * (1 - embeddings / parameters) * (layers - left) / (layers - 1)
+        note(2, "backward", made, first if left == 1 else buffers, outside + left * layer + way)
+    note(1, "backward", whole, after, outside)
+    note(2, "update", whole, 0, 0)
+    return held
+
+
+def hold(picture):
+    """What a rank holds during a step of BERT-base. Returns where this ends."""
+    from fit import MODELS
+
+    colours = {"parameters": BLUE, "optimizer states": GREEN, "gradients": ORANGE,
+               "gathered": YELLOW, "activations": SKY}
+    high, bottom, wide = 0.075, 254, 322
+    for gb in range(4):
+        y = bottom - 1000 * gb * high
+        picture.text(44, y + 4, f"{gb} GB" if gb else "0", "end", 11)
+        picture.line((50, y), (WIDTH - 10, y), dash="2,3")
+    for name, x in (("ddp", 60), ("fsdp", 450)):
+        held = moments(name, MODELS["bert-base"], 4 * 384, GPUS)
+        scale = wide / sum(units for units, *_ in held)
+        picture.text(x, 16, f"{NAMES[name]}: at most "
+                     f"{max(sum(parts.values()) for *_, parts in held):,.0f} MB", weight="bold")
+        base = [0.0] * len(held)
+        for what, colour in colours.items():
+            top = [low + parts[what] for low, (*_, parts) in zip(base, held, strict=True)]
+            edges, at = ([], []), x
+            for (units, *_), low, up in zip(held, base, top, strict=True):
+                for place in (at, at + units * scale):
+                    edges[0].append((place, bottom - low * high))
+                    edges[1].append((place, bottom - up * high))
+                at += units * scale
+            picture.line(*edges[0], *reversed(edges[1]), edges[0][0], fill=colour)
+            base = top
+        at = x
+        for phase in ("forward", "backward", "update"):
+            units = sum(units for units, label, _ in held if label == phase) * scale
+            picture.line((at, bottom), (at, bottom + 8))
+            picture.text(at + units / 2, bottom + 18, phase, "middle", 11)
+            at += units
+    entries = [("gathered layers, and buffers" if name == "gathered" else name, colour)
+               for name, colour in colours.items()]
+    y = picture.legend(bottom + 30, entries)
+    return explain(picture, y - 4, ["BERT-base in fp32, 4 windows of 384 tokens on each of 4 "
+                                    "devices", "by the formulas of fit.py"])
 
 
 # ------------------------------------------------------------- who starts the ranks of two nodes
@@ -232,34 +365,37 @@ def launchers(picture):
     """One task per GPU, and one launcher per node, on two nodes with four GPUs each. Returns where
     this ends.
     """
-    for x, title, command in (
-            (8, "One task per GPU", "ntasks-per-node=4 python train.py"),
-            (408, "One launcher per node", "ntasks-per-node=1 accelerate launch ...")):
-        picture.text(x, 16, title, weight="bold")
-        picture.box(x, 24, 384, 22, "#EEEEEE", f"srun --{command}")
-        for node, left in enumerate((x, x + 196)):
-            picture.arrow((left + 94, 46), (left + 94, 62))
-            picture.box(left, 62, 188, 112)
-            picture.text(left + 8, 78, f"node {node}: SLURM_NODEID={node}", size=11)
-            for task in range(4 if x == 8 else 1):
-                wide = 43 if x == 8 else 178
-                picture.box(left + 5 + task * 45, 86, wide, 82, YELLOW, opacity=0.4)
-                says = f"task {4 * node + task}"
-                if x > 8:
-                    says = f"task {node}: --machine_rank {node}"
-                picture.text(left + 9 + task * 45, 102, says, size=11)
-            for gpu in range(4):
-                picture.box(left + 8 + gpu * 45, 112, 37, 50, SKY)
-                picture.text(left + 26.5 + gpu * 45, 132, "rank", "middle", 11)
-                picture.text(left + 26.5 + gpu * 45, 148, 4 * node + gpu, "middle", 11)
-    return 182
+    y = 0
+    for title, command, tasks in (
+            ("One task per GPU", "srun --ntasks-per-node=4 python train.py", 4),
+            ("One launcher per node", "srun --ntasks-per-node=1 accelerate launch ...", 1)):
+        picture.text(10, y + 19, title, weight="bold")
+        picture.box(190, y + 4, 420, 22, "#EEEEEE", command)
+        for node, left in enumerate((10, 405)):
+            picture.arrow((left + 192, y + 26), (left + 192, y + 42))
+            picture.box(left, y + 42, 385, 108)
+            picture.text(left + 8, y + 57, f"node {node}: SLURM_NODEID={node}", size=11)
+            wide = (385 - 10) / tasks
+            for task in range(tasks):
+                x, says = left + 9 + task * wide, f"task {GPUS * node + task}"
+                if tasks == 1:
+                    says = f"task {node}, the launcher: --machine_rank {node}"
+                picture.box(x, y + 64, wide - 8, 80, YELLOW, opacity=0.4)
+                picture.text(x + 8, y + 80, says, size=11)
+            for gpu in range(GPUS):
+                x = left + 19 + gpu * 93.75
+                picture.box(x, y + 88, 66, 48, SKY)
+                picture.text(x + 33, y + 108, f"rank {GPUS * node + gpu}", "middle", 11)
+                picture.text(x + 33, y + 124, f"GPU {gpu}", "middle", 11)
+        y += 168
+    return y - 8
 
 
 # ----------------------------------------------------------------------------------- all pictures
 
 # Name: what draws it into a Picture, and returns the height.
 PICTURES = {name: (lambda picture, name=name: strategy(picture, name)) for name in STRATEGIES}
-PICTURES |= {"slow": slow, "launch": launchers}
+PICTURES |= {"steps": steps, "slow": slow, "memory": hold, "launch": launchers}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)

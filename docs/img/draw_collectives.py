@@ -79,12 +79,60 @@ def barrier(picture):
         picture.box(last, y, 250, ROW - 8, COLOURS[rank], "continues", *look)
 
 
+# ------------------------------------------------------------------ how a ring does an all-reduce
+
+
+def ring():
+    """[(cells of each rank, the parts received)] at the start and after each of six sends. A cell
+    is (number, how many ranks are in it).
+    """
+    held = [[(number, 1) for number in row] for row in NUMBERS]
+    states = [(held, [None] * 4)]
+    for send in range(6):
+        before, held = held, [list(row) for row in held]
+        received = [(rank - 2 - send) % 4 for rank in RANKS]
+        for rank, part in enumerate(received):
+            number, ranks = before[rank - 1][part]
+            if send < 3:
+                number, ranks = number + before[rank][part][0], ranks + before[rank][part][1]
+            held[rank][part] = number, ranks
+        states.append((held, received))
+    return states
+
+
+def draw_ring(picture):
+    """Each rank sends a quarter of the vector to the next rank, six times."""
+    cell, wide = 40, 182
+    for place, (held, received) in enumerate(ring()):
+        x, y = LEFT + place % 4 * wide, place // 4 * 150
+        if place > 3:
+            x += wide
+        title = f"after {place} sends" if place > 1 else ("the start", "after 1 send")[place]
+        picture.text(x + 2 * cell, y + 16, title, "middle", weight="bold")
+        for rank, cells in enumerate(held):
+            top = y + 26 + rank * 28
+            if place in (0, 4):
+                picture.text(x - 8, top + 15, f"rank {rank}", "end")
+            for part, (number, ranks) in enumerate(cells):
+                fill = YELLOW if part == received[rank] else SUM if ranks == 4 else "white"
+                picture.box(x + part * cell, top, cell, 22, fill, number)
+    for line, text in enumerate(["First row, a reduce-scatter:", "each rank adds what it gets.",
+                                 "Second row, an all-gather:", "each rank passes on the sums.",
+                                 "6 sends of B/4: 2 (4−1)/4 × B"]):
+        picture.text(8, 192 + 20 * line, text, size=11)
+    picture.legend(298, [("just received from the rank above (rank 0: from rank 3)", YELLOW),
+                         ("a sum of all ranks", SUM)])
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "collectives"
-    for name in (*COLLECTIVES, "barrier"):
-        picture = Picture()
+    for name in (*COLLECTIVES, "barrier", "ring"):
+        picture, height = Picture(), 26 + 4 * ROW
         if name == "barrier":
             barrier(picture)
+        elif name == "ring":
+            draw_ring(picture)
+            height = 320
         else:
             before_and_after(picture, name, *COLLECTIVES[name])
-        picture.save(folder / f"{name}.svg", 26 + 4 * ROW)
+        picture.save(folder / f"{name}.svg", height)

@@ -9,32 +9,35 @@ from pathlib import Path
 from draw import Picture
 
 QUESTION, DO, END = "#FFFFFF", "#F0E442", "#56B4E9"  # a question, something to do, a YAML
-WIDE, HIGH, GAP_Y = 190, 54, 40
+WIDE, HIGH, GAP_Y = 190, 52, 32
 # Name: column, row, kind, lines of text.
 BOXES = {
     "fits": (0, 0, QUESTION, ["Does a micro-batch fit", "on one device?"]),
     "fast": (1, 0, QUESTION, ["Is one device", "fast enough?"]),
-    "baseline": (2, 0, END, ["baseline.yaml"]),
     "ladder": (0, 1, DO, ["a smaller micro-batch that", "accumulates, then activation",
                           "checkpointing"]),
     "busy": (1, 1, QUESTION, ["Is the device busy?"]),
-    "mend": (2, 1, DO, ["loader, batch, bf16,", "compilation: steps 1 to 5"]),
+    "feed": (2, 1, DO, ["a faster loader,", "a larger batch:", "steps 2 and 3"]),
     "now": (0, 2, QUESTION, ["Does it fit now?"]),
-    "ddp": (1, 2, END, ["ddp.yaml: fill a node,", "then add nodes"]),
-    "several": (0, 3, QUESTION, ["Have you several", "devices?"]),
-    "sharded": (1, 3, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
-    "zero2": (2, 3, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
-    "offload": (0, 4, END, ["zero2_offload.yaml, then", "zero3_offload.yaml or",
+    "tune": (1, 2, DO, ["bf16, then compilation:", "steps 4 and 5"]),
+    "enough": (1, 3, QUESTION, ["Is one device", "fast enough now?"]),
+    "baseline": (2, 3, END, ["baseline.yaml"]),
+    "ddp": (1, 4, END, ["ddp.yaml: fill a node,", "then add nodes"]),
+    "several": (0, 5, QUESTION, ["Have you several", "devices?"]),
+    "sharded": (1, 5, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
+    "zero2": (2, 5, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
+    "offload": (0, 6, END, ["zero2_offload.yaml, then", "zero3_offload.yaml or",
                             "fsdp_offload.yaml"]),
-    "all": (1, 4, QUESTION, ["Does it fit with", "everything in shards?"]),
-    "fsdp": (2, 4, END, ["fsdp.yaml, or zero3.yaml"]),
+    "all": (1, 6, QUESTION, ["Does it fit with", "everything in shards?"]),
+    "fsdp": (2, 6, END, ["fsdp.yaml, or zero3.yaml"]),
 }
 ARROWS = [("fits", "fast", "yes"), ("fast", "baseline", "yes"), ("fits", "ladder", "no"),
-          ("fast", "busy", "no"), ("busy", "mend", "no"), ("busy", "ddp", "yes"),
+          ("fast", "busy", "no"), ("busy", "feed", "no"), ("busy", "tune", "yes"),
+          ("tune", "enough", ""), ("enough", "baseline", "yes"), ("enough", "ddp", "no"),
           ("ladder", "now", ""), ("now", "fast", "yes"), ("now", "several", "no"),
           ("several", "sharded", "yes"), ("several", "offload", "no"),
           ("sharded", "zero2", "yes"), ("sharded", "all", "no"), ("all", "fsdp", "yes"),
-          ("all", "offload", "no"), ("mend", "fast", "")]
+          ("all", "offload", "no"), ("feed", "fast", "")]
 
 
 def corner(name):
@@ -47,19 +50,22 @@ def arrow(picture, points, label):
     picture.arrow(*points)
     (x0, y0), (x1, y1) = points[:2]
     if label and y0 == y1:
-        picture.text((x0 + x1) / 2, y0 - 5, label, "middle", 11)
+        picture.text(x0 + 24 * (1 if x1 > x0 else -1), y0 - 5, label, "middle", 11)
     elif label:
         picture.text(x0 + 6, (y0 + min(y1, y0 + GAP_Y)) / 2 + 4, label, size=11)
 
 
 def route(start, end):
-    """The points from one box to another: straight, or around by a channel between columns."""
+    """The points from one box to another: straight, or around by a channel beside a column."""
     (x0, y0), (x1, y1) = corner(start), corner(end)
     if y0 == y1:
         return [(x0 + WIDE, y0 + HIGH / 2), (x1, y1 + HIGH / 2)] if x1 > x0 else [
             (x0, y0 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
     if x0 == x1:
         return [(x0 + WIDE / 2, y0 + HIGH), (x1 + WIDE / 2, y1)]
+    if end == "baseline":  # down at the right edge
+        return [(x0 + WIDE, y0 + HIGH / 2), (x1 + WIDE + 16, y0 + HIGH / 2),
+                (x1 + WIDE + 16, y1 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
     if x1 > x0:  # up by the channel to the right of the first column
         middle = x0 + WIDE + 50
         return [(x0 + WIDE, y0 + HIGH / 2), (middle, y0 + HIGH / 2), (middle, y1 + HIGH - 12),

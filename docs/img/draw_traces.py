@@ -9,10 +9,11 @@ per run, where a trace has MB. A test holds the pictures in docs/img/traces to i
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
-from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, YELLOW, Picture
+from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from reporting import splitting  # noqa: E402
@@ -124,54 +125,121 @@ def says(width, *texts):
 
 
 def draw(picture, run):
-    """Two lanes per rank. Returns where they end."""
-    end = max(rank["step"][1] for rank in run["ranks"])
-    scale, kinds, y = (RIGHT - LEFT) / end, [], 24
+    """Two lanes per rank, and of a run with many calls two layers. Returns where they end."""
+    end, y = max(rank["step"][1] for rank in run["ranks"]), 24
     micro = f" x {run['micro_batches']} micro-batches" * (run["micro_batches"] > 1)
     picture.text(LEFT, 16, f"One step under {run['strategy'].upper()}, batch {run['batch']}{micro} "
                  f"per device: {end:.0f} ms, time to the right", weight="bold")
     # When the last rank has come to the first collective, to the second, ...
     together = [max(call[0] for call in calls)
                 for calls in zip(*(rank["calls"] for rank in run["ranks"]), strict=True)]
-
-    def box(y, start, end, fill, text="", opacity=1):
-        wide = (end - start) * scale
-        if wide > 0:
-            edge = fill if wide < 3 else "black"  # or a thin box would be nothing but edge
-            picture.box(LEFT + start * scale, y, wide, 24, fill, text, edge, opacity=opacity)
-
     for number, rank in enumerate(run["ranks"]):
         picture.text(LEFT - 8, y + 14, f"rank {number}", "end", weight="bold")
         picture.text(LEFT, y + 14, "report.py: " + ", ".join(
             f"{name} {share:.0%}" for name, share in rank["shares"].items()), size=11)
         y += 38
-        for lane, name in enumerate(("computes", "communicates")):
-            picture.text(LEFT - 8, y + 16 + lane * 26, name, "end")
-        gaps = gaps_of(rank)
-        for start, stop in gaps:
-            box(y, start, stop, "url(#hatch)")
-        for name in ("forward", "backward", "optimizer"):
-            kinds += [name] * (name not in kinds)
-            for start, stop in rank[name]:
-                box(y, start, stop, COLOURS[name],
-                    says((stop - start) * scale, name, initials(name)))
-        free = 0  # a call that waits behind another one is drawn from the end of that
-        for (start, stop, name), ready in zip(rank["calls"], together, strict=True):
-            kinds += [name] * (name not in kinds)
-            start, free = max(start, free), stop
-            ready = min(max(start, ready), stop)
-            colour = COLOURS.get(name, PINK)
-            if (ready - start) * scale > 1:
-                box(y + 26, start, ready, colour, opacity=0.3)
-            box(y + 26, ready, stop, colour, says((stop - ready) * scale, name, initials(name)))
-        if gaps:
-            label_gap(picture, y, scale, gaps)
+        lanes(picture, y, rank, together, 0, end)
+        if gaps := gaps_of(rank):
+            label_gap(picture, y, (RIGHT - LEFT) / end, gaps)
         y += 60
-    for tick in range(0, int(end) + 1, step_of_axis(end)):
-        x = LEFT + tick * scale
-        picture.lines.append(f'<path d="M{x:.1f},{y - 4} v6" stroke="black"/>')
-        picture.text(x, y + 14, f"{tick} ms" if tick else "0", "middle", 11)
-    return legend(picture, y + 24, kinds)
+    axis(picture, y, 0, end)
+    kinds = [name for name in ("forward", "backward", "optimizer") if run["ranks"][0][name]]
+    kinds += dict.fromkeys(name for *_, name in run["ranks"][0]["calls"])
+    y += 24
+    if window := two_layers(run["ranks"][0]):
+        y = zoom(picture, y, run["ranks"][0], together, *window)
+    return legend(picture, y, kinds)
+
+
+def lanes(picture, y, rank, together, begin, end, numbered=()):
+    """What a rank computes and communicates from `begin` to `end`. Spans that are `numbered` have
+    their names elsewhere; then calls that are too short for a name have it beside them.
+    """
+    scale = (RIGHT - LEFT) / (end - begin)
+
+    def box(y, start, stop, fill, text="", opacity=1, beside=False):
+        wide = (min(stop, end) - max(start, begin)) * scale
+        if wide > 0:
+            edge = fill if wide < 3 else "black"  # or a thin box would be nothing but edge
+            x = LEFT + (max(start, begin) - begin) * scale
+            inside = says(wide, text, initials(text)) if text else ""
+            picture.box(x, y, wide, 24, fill, inside, edge, opacity=opacity)
+            if beside and not inside:
+                picture.text(x + wide + 3, y + 16, initials(text), size=11)
+
+    for lane, name in enumerate(("computes", "communicates")):
+        picture.text(LEFT - 8, y + 16 + lane * 26, name, "end")
+    for start, stop in gaps_of(rank):
+        box(y, start, stop, "url(#hatch)")
+    for name in ("forward", "backward", "optimizer"):
+        for start, stop in rank[name]:
+            box(y, start, stop, COLOURS[name], "" if (start, stop) in numbered else name)
+    # The update needs all calls. If one seems to last longer, its thread noted the end too late.
+    update = min((start for start, _ in rank["optimizer"]), default=end)
+    free = 0  # a call that waits behind another one is drawn from the end of that
+    for (start, stop, name), ready in zip(rank["calls"], together, strict=True):
+        stop = update if start < update < stop else stop
+        start, free = max(start, free), stop
+        ready = min(max(start, ready), stop)
+        colour = COLOURS.get(name, PINK)
+        if (ready - start) * scale > 1:
+            box(y + 26, start, ready, colour, opacity=0.3)
+        box(y + 26, ready, stop, colour, name, beside=bool(numbered))
+
+
+def two_layers(rank):
+    """From when to when FSDP's backward pass of two layers lasts; None for a run without them."""
+    begin = min((start for start, _ in rank["backward"]), default=0)
+    calls = [(stop, name) for start, stop, name in rank["calls"] if start >= begin]
+    reduces = [stop for stop, name in calls if name == "all-reduce"]
+    gathers = len(reduces) < len(calls)
+    return (reduces[0], reduces[2]) if gathers and len(reduces) > 2 else None
+
+
+COPIES = {1: "takes its shard of the sum of gradients",
+          2: "copies gathered parameters into the layer, and its shard of the next layer's into a "
+             "buffer",
+          3: "copies the layer's gradients into a buffer"}
+
+
+def copies(rank):
+    """{(start, stop): which of COPIES}: short spans of the backward pass beside a call."""
+    found = {}
+    for start, stop in rank["backward"]:
+        for begin, end, name in rank["calls"] if stop - start < 5 else ():
+            if name == "all-reduce" and 0 <= start - end < 2 * GRAIN:
+                found[start, stop] = 1
+            elif abs(begin - stop) < 2 * GRAIN:
+                found[start, stop] = 2 if name == "all-gather" else 3
+    return found
+
+
+def zoom(picture, y, rank, together, begin, end):
+    """Two layers of the backward pass, with the names of short spans. Returns where this ends."""
+    scale, said = (RIGHT - LEFT) / (end - begin), []
+    picture.text(LEFT, y + 16, f"Rank 0 from {begin:.0f} to {end:.0f} ms: the backward pass of two "
+                 "layers", weight="bold")
+    y += 42
+    named = copies(rank)
+    lanes(picture, y, rank, together, begin, end, named)
+    for (start, stop), which in named.items():
+        if begin <= start and stop <= end:
+            picture.text(LEFT + ((start + stop) / 2 - begin) * scale, y - 5, which, "middle", 11)
+            said.append(which)
+    axis(picture, y + 60, begin, end)
+    y += 84
+    for which in sorted(set(said)):
+        picture.text(LEFT, y + 10, f"{which}: {COPIES[which]}", size=11)
+        y += 16
+    return y + 6
+
+
+def axis(picture, y, begin, end):
+    step = step_of_axis(end - begin)
+    for tick in range(math.ceil(begin / step) * step, int(end) + 1, step):
+        x = LEFT + (tick - begin) * (RIGHT - LEFT) / (end - begin)
+        picture.line((x, y - 4), (x, y + 2))
+        picture.text(min(x, WIDTH - 24), y + 14, f"{tick} ms" if tick else "0", "middle", 11)
 
 
 def label_gap(picture, y, scale, gaps):
@@ -194,19 +262,11 @@ def step_of_axis(end):
 
 def legend(picture, y, kinds):
     """What the boxes mean. Returns where this ends."""
-    x = LEFT
-    for name, fill, opacity in [
-            *((f"{initials(name)}: {name}", COLOURS.get(name, PINK), 1) for name in kinds),
-            ("gap: communicates, does not compute", "url(#hatch)", 1),
-            ("pale: waits for the other rank", PINK, 0.3),
-            ("white: neither (Python, loading)", "white", 1)]:
-        wide = 28 + 6.4 * len(name)
-        if x + wide > RIGHT:
-            x, y = LEFT, y + 20
-        picture.box(x, y, 14, 14, fill, opacity=opacity)
-        picture.text(x + 19, y + 11, name, size=11)
-        x += wide
-    return y + 24
+    return picture.legend(y, [
+        *((f"{initials(name)}: {name}", COLOURS.get(name, PINK)) for name in kinds),
+        ("gap: communicates, does not compute", "url(#hatch)"),
+        ("pale: waits for the other rank", PINK, 0.3),
+        ("white: neither (Python, loading)", "white")])
 
 
 def main():

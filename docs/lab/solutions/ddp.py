@@ -1,4 +1,7 @@
-"""A right solution of exercise 9, part 1: docs/lab/single.py as DDP, by hand."""
+"""A right solution of exercise 9, part 1: docs/lab/single.py as DDP, by hand.
+
+Write your own first. When the checker finds nothing wrong in it, compare the two.
+"""
 
 import os
 import sys

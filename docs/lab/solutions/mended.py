@@ -1,4 +1,7 @@
-"""A right solution of exercise 10: docs/lab/faulty.py without its three faults."""
+"""A right solution of exercise 10: docs/lab/faulty.py without its three faults.
+
+Write your own first. When the checker finds nothing wrong in it, compare the two.
+"""
 
 import sys
 
