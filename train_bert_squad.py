@@ -173,7 +173,7 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     """The features of a batch of questions, for `datasets.map`. A feature is a question with a
     window of its context, [CLS] question [SEP] window [SEP].
 
-    Columns: input_ids, and how many, length; begins and stops, the first and one-past-last
+    Columns: input_ids; length, their number; begins and stops, the first and one-past-last
     character of each token; first, the window's first token;
     start and end, the answer's first and last token, or 0 and 0, [CLS], where the window has none;
     owner, the number of its question.

@@ -150,8 +150,8 @@ def test_what_the_answers_claim(exercise):
             ("shard-ddp shard-fsdp", 0, 1e-4)]:
         assert low <= compare(folder, *runs.split()) <= high, runs
     waits = re.findall(r"waits for (\d+)%", exercise.printed)
-    for wait, low, high in zip(map(int, waits), (55, 25, 0), (65, 45, 15), strict=True):
-        assert low <= wait <= high
+    none, _, two = map(int, waits)
+    assert none > 50 > 2 * two
     assert "enumerate(DataLoader)" in (folder / "runs/lab/slow_loader_0.json").read_text()
 
 
@@ -170,7 +170,7 @@ def test_slurm_jobs(exercise, cluster, tmp_path):
 
 def test_the_batch_sweep_of_before_you_scale(shell):
     [(commands, pasted)] = blocks_of((ROOT / "docs" / "before-you-scale.md").read_text())
-    commands = commands.replace("1 4 16 64", "4").replace("_steps 30", "_steps 12")
+    commands = commands.replace("1 2 4 8 16", "8").replace("_steps 30", "_steps 12")
     lines = [line for line in commands.splitlines() if line not in SET_UP]
     check_kind(pasted, shell(lines, forked=True))
 

@@ -108,7 +108,7 @@ def test_a_line_and_the_seconds_of_a_collective_by_hand():
     second and 10 ms, or no latency in a row, which two ranks measured.
     """
     points = [(size, 1e-4 + size / 1e9) for size in (1e2, 1e3, 1e4, 1e5, 1e6, 1e7)]
-    assert list(fit_line(points).values()) == pytest.approx([1e-4, 1e9, 0], abs=1e-9)
+    assert list(fit_line(points).values()) == pytest.approx([1e-4, 1e9, 0], 1e-6, 1e-9)
     noise = zip(points, 3 * [0.9, 1.1], strict=True)
     _, bandwidth, residual = fit_line([(x, y * factor) for (x, y), factor in noise]).values()
     assert 0.03 < residual < 0.1 and bandwidth == pytest.approx(1e9, rel=0.2)
@@ -182,3 +182,12 @@ def test_the_intervals_of_the_docs_hold(remade):
     inside = sum(low <= measured <= high for measured, _, low, high in cells)
     widths = [(high - low) / 2 / step for _, step, low, high in cells]
     assert len(cells) >= 35 and inside >= 0.9 * len(cells) and statistics.median(widths) <= 0.25
+
+
+def test_a_load_widens_the_interval():
+    """Whether the run on one device met it, or the check of the link."""
+    link, alone = links.link_of(1e9, 1e-5), {"busy_share": 1.0}
+    low, high = prediction.interval(1, 1, alone, 2, link)
+    loaded = prediction.interval(1, 1, alone, 2, link | {"core_share": 0.5})
+    assert loaded == prediction.interval(1, 1, {"busy_share": 0.5}, 2, link)
+    assert loaded[0] < low < 1 < high < loaded[1] and loaded[1] - loaded[0] <= 1

@@ -45,7 +45,7 @@ def test_commands_print_what_the_page_shows(outputs):
             found = any(text == line.strip() or len(line) > 60 and line in text for text in printed)
             assert line == "..." or found, f"{commands}\nprints no {line!r}:\n{printed}"
         for repeats in re.findall(r"make sweep REPEATS=(\d)", commands):
-            assert f"--repeats {repeats} " in outputs[0][commands]
+            assert f'--repeats {repeats}"' in outputs[0][commands]
     example = TEXT.split("```text\n")[1].split("```")[0]
     assert (LAB / "times-by-hand.csv").read_text().startswith(example)
 
