@@ -223,7 +223,49 @@ def compare_answers(model_folder, args):
                     f"in {same:.2%}")
 
 
-ROLES = {"trainer": train_by_trainer, "save": save_trainers_model}
+def steps_by_turns(args):
+    """Seconds of each step of Trainer / of the script, on the same batches in one process, where a
+    slow moment or an unlucky place in memory is the same for both.
+    """
+    import train_bert_squad as script
+
+    trainer, _ = make_trainer(args, max_grad_norm=0)
+    trainer.current_gradient_accumulation_steps = 1  # as its `train` sets it
+    config, _, features, _ = load_inputs(args)
+    model = script.load_model(argparse.Namespace(
+        model_name_or_path=args.model, from_scratch=args.from_scratch, dropout=0.1, seed=0,
+        activation_checkpointing=False), config).to(trainer.args.device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    trainers = trainer.create_optimizer()
+    fields = "start", "end"
+
+    def by_script(inputs, spans):
+        logits = script.span_logits(model, inputs)
+        script.span_losses(logits, *map(spans.get, fields)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def by_trainer(inputs, spans):
+        batch = {f"{name}_positions": spans[name] for name in fields} | inputs
+        batch["attention_mask"] = inputs["attention_mask"][:, 0, 0].long()
+        trainer.training_step(trainer.model, batch)
+        trainers.step()
+        trainers.zero_grad()
+
+    order = script.EpochSampler(features.lengths, args.batch, 0).order.tolist()
+    ratios = []
+    for number, ids in enumerate(order):
+        seconds = {}
+        for side in (by_script, by_trainer)[:: 1 - 2 * (number % 2)]:
+            clock = time.perf_counter()
+            side(*features.__getitems__(ids))
+            seconds[side] = time.perf_counter() - clock
+        ratios.append(seconds[by_trainer] / seconds[by_script])
+    return ratios[3:]  # without those that set up memory
+
+
+ROLES = {"trainer": train_by_trainer, "save": save_trainers_model, "steps": steps_by_turns}
 
 
 def fill_batches(args, batch):
@@ -292,6 +334,10 @@ def compare_speed(args, batch, train_by_script, trainer):
         memory = f"{max(run['memory'] for run in runs):,.0f}" if args.gpu else ""
         print(f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} | "
               f"{share} | {memory} |", flush=True)
+    if not args.gpu:
+        low, median, high = statistics.quantiles(trainer("steps", batch, questions), n=4)
+        print("\nThe same batches by turns in one process, a step of Trainer / of the script: "
+              f"median {median:.3f}, half of the steps {low:.3f} to {high:.3f}.")
 
 
 def compare_scores(args, train_by_script, trainer):

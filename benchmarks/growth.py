@@ -7,16 +7,18 @@ asks for, they are there again under other ids. Some 25 minutes on two cores.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from side_by_side import ROOT, launcher
+from side_by_side import ROOT, launcher, role
 
 TINY = ROOT / "tests" / "data" / "tiny_bert"
 SCRIPT = "train_bert_squad.py"
@@ -67,10 +69,18 @@ def with_the_questions(args, folder):
         for start in range(1 + args.repeats):
             record, _, peak = run(folder / f"data-{count}-{start}", *flags)
             cells.append((record["seconds"]["startup"], peak))
-        first, cached = cells[0], sorted(cells[1:])[args.repeats // 2]
+        first, cached = cells[0], [statistics.median(values)
+                                   for values in zip(*cells[1:], strict=True)]
         print(f"| {count:,} | {record['workload']['samples']:,} | {first[0]:.1f} s | "
               f"{first[1]:,.0f} MB | {cached[0]:.1f} s | {cached[1]:,.0f} MB |", flush=True)
     return flags
+
+
+def time_imports():
+    """Stands in for the script on a rank: it imports what that imports, and ends."""
+    script = importlib.import_module(SCRIPT.removesuffix(".py"))
+    print("number:", time.time() - script.BORN, flush=True)
+    os._exit(0)  # as the script does
 
 
 def with_the_processes(args, folder):
@@ -80,16 +90,16 @@ def with_the_processes(args, folder):
     flags = [*few, "--validation_file", few[1], "--max_eval_samples", 100,
              "--model_name_or_path", TINY, "--max_train_steps", 1]
     for processes in (1, 2, 4):
-        began = time.time()
-        for copy in [subprocess.Popen([sys.executable, "-c", f"import {SCRIPT[:-3]}"], cwd=ROOT)
-                     for _ in range(processes)]:
-            copy.wait()
-        imports = time.time() - began
-        record, seconds, _ = run(folder / f"ddp-{processes}", *flags, strategy="ddp",
-                                 processes=processes)
-        start, outside = record["seconds"]["startup"], seconds - record["seconds"]["total"]
-        print(f"| {processes} | {outside:.1f} s | {imports:.1f} s | {start - imports:.1f} s | "
-              f"{outside + start:.1f} s |", flush=True)
+        cells = []
+        for repeat in range(args.repeats):
+            words = [*launcher("ddp"), "--num_processes", str(processes)]
+            imports = role(__file__, launcher=words)
+            record, seconds, _ = run(folder / f"ddp-{processes}-{repeat}", *flags, strategy="ddp",
+                                     processes=processes)
+            start, outside = record["seconds"]["startup"], seconds - record["seconds"]["total"]
+            cells.append((outside, imports, start - imports, outside + start))
+        row = [f"{statistics.median(column):.1f} s" for column in zip(*cells, strict=True)]
+        print(f"| {processes} | {' | '.join(row)} |", flush=True)
 
 
 def with_the_checkpoint(args, folder):
@@ -97,8 +107,8 @@ def with_the_checkpoint(args, folder):
     print("\n| strategy, 2 processes | checkpoint | a save | a resumption | per 100 MB: save | "
           "resume |\n|---|---|---|---|---|---|")
     few = first_questions(args.train_file, 100, folder / "few.json")
-    data = [*few, "--validation_file", few[1], "--max_eval_samples", 10, "--max_seq_length", 64,
-            "--doc_stride", 16, "--per_device_train_batch_size", 1]
+    data = [*few, "--validation_file", few[1], "--max_eval_samples", 10, "--max_seq_length", 128,
+            "--doc_stride", 32, "--per_device_train_batch_size", 1]
     for strategy in ("ddp", "fsdp", "zero3"):
         for hidden in args.hidden_sizes:
             model = folder / f"bert-{hidden}"
@@ -137,18 +147,21 @@ TABLES = {"questions": with_the_questions, "processes": with_the_processes,
 
 
 def main():
+    if sys.argv[1:] == ["--role"]:
+        return time_imports()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--train_file", required=True, help="SQuAD's training questions")
     add("--questions", type=int, nargs="+", default=[1000, 10_000, 87_599], help="of the rows")
     add("--hidden_sizes", type=int, nargs="+", default=[256, 512, 768], help="of the checkpoints")
-    add("--repeats", type=int, default=3, help="of a cached start; the row has the middle one")
+    add("--repeats", type=int, default=3, help="of a start; the row has the middle one")
     add("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="only these")
     args = parser.parse_args()
     args.train_file = Path(args.train_file).resolve()
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_HOME"] = folder  # its cache, and not the user's
         for name in args.tables:
             TABLES[name](args, Path(folder))
 
