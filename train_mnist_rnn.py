@@ -5,8 +5,7 @@
 
 A run leaves run.json (the record), model.safetensors and checkpoints/ in OUTPUT_DIR.
 
-Read from here to the end of `main`, and `train` first. All below `main` is the same in both
-scripts: launching, the record, checkpoints.
+Read to the end of `main`, and `train` first. All below it is the same in both scripts.
 """
 
 import argparse
@@ -38,9 +37,9 @@ from torchvision.datasets import MNIST
 from tqdm import tqdm
 
 BORN = psutil.Process().create_time()  # before the imports
-CORES = sorted(os.sched_getaffinity(0))  # that this job has here
+CORES = sorted(os.sched_getaffinity(0))  # of this job
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
-SYNC_SECONDS = 10  # or about so often; and not more lines in a log
+SYNC_SECONDS = 10  # or about so often, as lines in a log
 WARMUP_STEPS = 10  # not in samples_per_second: memory and links are set up
 CHECKPOINT = "step_" + "[0-9]" * 8  # what has another name is not ours
 
@@ -223,10 +222,10 @@ def main():
     data = train_x, train_y, test_x, test_y = in_turn(read_images, args)
     if args.prepare_data_only:
         say(f"{args.dataset}: {len(train_y)} training and {len(test_y)} test images are ready")
-        return accelerator.end_training()
+        return
 
     peak_memory()
-    memory_before = peak_memory()  # since the line above
+    memory_before = peak_memory()
     utils.set_seed(args.seed)  # the same weights on all ranks
     model = RowLSTM(train_x.shape[2], args.hidden_size, args.dropout)
     sizes = [weight.numel() for weight in model.parameters()]
@@ -240,7 +239,7 @@ def main():
         "compute_dtype": accelerator.mixed_precision if sharded else "no"},
         {"parameters": sum(sizes), "tensors": sizes})
     if run.found == "completed":
-        return accelerator.end_training()
+        return
 
     train_loader, test_loader = make_loaders(*data, run)
     if strategy == "dp":  # accelerate has no DataParallel: a thread for each GPU
@@ -253,15 +252,15 @@ def main():
     test_loader = accelerator.prepare(test_loader)  # alone: DeepSpeed reads all batch sizes
     utils.set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
 
-    with run.start() as run.profiler:
+    with run.start(optimizer) as run.profiler:
         stopped = train(accelerator, model, optimizer, schedule, train_loader, test_loader, run)
     if not stopped:
         save_model(accelerator, model, run.folder)
     run.write("preempted" if stopped else "completed")
-    accelerator.end_training()
+    accelerator.get_tracker("tensorboard").finish()
 
 
-# -------- launching, the record, checkpoints: the same in both scripts
+# -------- launch, record, checkpoints: the same in both scripts
 
 
 def fail(message):
@@ -307,7 +306,7 @@ def prepare_launch(zero, dp):
     if 0 < gpus < ranks:
         fail(f"{ranks} processes on {gpus} GPU(s): add --num_processes {gpus} (times the nodes)")
     if dp and env("ACCELERATE_MIXED_PRECISION") == "bf16":
-        fail("dp does not know bf16: its threads would compute in fp16; use ddp.yaml")
+        fail("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
     name = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # as seen from the current folder, or this script's
     if not Path(env(name, ".")).exists():
         os.environ[name] = str(Path(__file__).parent / env(name))
@@ -341,7 +340,7 @@ def make_accelerator(args):
     if cpu and fsdp:  # accelerate, up to 1.15, takes FSDP for a matter of GPUs
         state.distributed_type = utils.DistributedType.MULTI_GPU
     accelerator = Accelerator(
-        # Gradients lie in the buckets that are all-reduced, not beside them.
+        # Gradients lie in the buckets of the all-reduce.
         kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
@@ -349,13 +348,13 @@ def make_accelerator(args):
         log_with="tensorboard" if args.with_tracking else None, project_dir=args.output_dir,
         rng_types=[])  # each rank knows the order
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        fail("each process would train alone: use accelerate launch and one of the YAMLs")
+        fail("each process would train alone: use accelerate launch with a YAML")
 
     state = accelerator.state
     # With False, the launcher's word, each width is compiled anew, and after 8 none is.
     state.dynamo_plugin.dynamic = state.dynamo_plugin.dynamic or None
     if cpu and fsdp:
-        state.fsdp_plugin.cpu_offload.pin_memory = False  # which needs a GPU
+        state.fsdp_plugin.cpu_offload.pin_memory = False  # needs a GPU
     if zero:
         config = state.deepspeed_plugin.deepspeed_config
         if args.max_grad_norm:  # DeepSpeed clips by a setting of its own
@@ -375,7 +374,7 @@ class Run:
         self.batch_size = args.per_device_train_batch_size * self.devices  # of all ranks
         self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
         self.steps_per_epoch = workload["samples"] // self.global_batch_size
-        if self.steps_per_epoch == 0:
+        if not self.steps_per_epoch:
             fail(f"the global batch of {self.global_batch_size} is more than all samples: "
                  "lower --per_device_train_batch_size")
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
@@ -393,7 +392,7 @@ class Run:
         self.warm_step = self.step + min(WARMUP_STEPS, (self.total_steps - self.step) // 2)
         self.warm_seconds, self.next_sync = 0, self.step + 1
         if self.found == "completed":
-            return say(f"{self.folder} holds a completed run already: see its run.json")
+            return say(f"{self.folder} is a completed run already: see its run.json")
         self.write("running")  # for a run that dies
 
     def describe(self, strategy, workload, record):
@@ -403,7 +402,7 @@ class Run:
             options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
         elif strategy == "fsdp":
             options = {k[5:].lower(): v for k, v in os.environ.items() if k.startswith("FSDP_")}
-        info = Path("/proc/cpuinfo")  # some containers hide it, and ARM's names no model
+        info = Path("/proc/cpuinfo")  # containers may hide it; ARM's has no model
         cpu = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
         workload |= {
             "precision": state.mixed_precision, "dynamo": state.dynamo_plugin.backend.value.lower(),
@@ -419,16 +418,18 @@ class Run:
             "processes": self.accelerator.num_processes, "devices": self.devices,
             "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else
             f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
-            "per_device_batch_size": args.per_device_train_batch_size, "cores": len(CORES),
+            "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
             "versions": {name: getattr(sys.modules.get(name), "__version__", None)
                          for name in ("torch", "accelerate", "deepspeed", "transformers")},
             "dynamo": workload["dynamo"], "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
 
-    def start(self):
+    def start(self, optimizer):
         """Resume if need be, say what runs. Returns the context to train in."""
         accelerator = self.accelerator
+        for shard in getattr(optimizer.optimizer, "fp32_partitioned_groups_flat", ()):
+            shard.data.nan_to_num_()  # ZeRO-3 pads with uninitialized memory
         if self.found:
             say(f"resuming from {self.found}")
             accelerator.load_state(self.found)
@@ -439,8 +440,9 @@ class Run:
         say("{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
             "{global_batch_size} samples; results go to {}".format(
                 self.total_steps, self.folder, **self.record))
+        told = torch.tensor(1, device=accelerator.device)  # no new one under torch.compile
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # heeded at a sync
-            signal.signal(number, lambda *_: accelerator.set_trigger())
+            signal.signal(number, lambda *_: setattr(accelerator, "flag_tensor", told))
         self.seconds["startup"], self.line_at = time.time() - BORN, time.time()
         # None: a bar only in a terminal
         self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
@@ -449,7 +451,7 @@ class Run:
             return contextlib.nullcontext()
         return accelerator.profile(utils.ProfileKwargs(
             activities=sorted({"cpu", accelerator.device.type}),
-            schedule_option={"wait": WARMUP_STEPS, "warmup": 2, "active": 5, "repeat": 1},
+            schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
             output_trace_dir=str(self.folder / "traces")))
 
     def start_clock(self):
@@ -538,15 +540,14 @@ class Run:
             "samples_per_second": samples / steady if samples > 0 else None,
             "metrics": self.evaluations[-1] if self.evaluations else None}
         if self.accelerator.is_main_process:
-            partial = self.folder / ".run.json"  # a kill leaves one of them whole
+            partial = self.folder / ".run.json"  # a kill leaves one whole
             partial.write_text(json.dumps(self.record, indent=1) + "\n")
             partial.replace(self.folder / "run.json")
         if status != "running":
             self.bar.close()
-            more = status != "completed"
-            say(f"{status}{' after' * more} {self.step:,} steps: {self.seconds['train']:.1f} s of "
-                f"training, {alive:.1f} s in all; record: {self.folder}/run.json"
-                + "; --resume goes on" * more)
+            say(f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
+                f"{alive:.1f} s in all; record: {self.folder}/run.json"
+                + "; --resume goes on" * (status != "completed"))
 
 
 def peak_memory():
@@ -555,14 +556,14 @@ def peak_memory():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak / 1e6
-    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    [peak, *_] = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
     with contextlib.suppress(OSError):  # if forbidden, the whole run's peak
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
     return int(peak) * 1024 / 1e6
 
 
 def save_checkpoint(accelerator, optimizer, run):
-    """Save what --resume needs as checkpoints/step_N, so called only when it is complete."""
+    """Save what --resume needs as checkpoints/step_N, a name for complete ones only."""
     bad = torch.tensor(0, device=accelerator.device)  # the loss was of before the step
     for weight, state in optimizer.state.items():
         for part in filter(torch.is_tensor, (weight, *state.values())):
@@ -572,12 +573,10 @@ def save_checkpoint(accelerator, optimizer, run):
 
     final = run.folder / "checkpoints" / f"step_{run.step:08d}"
     partial = final.with_suffix(".partial")
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-    accelerator.wait_for_everyone()
+    on_rank_0(lambda: [shutil.rmtree(p, True) for p in final.parent.glob(CHECKPOINT + ".partial")])
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()  # all may write one file, as fp16's scaler.pt
-    sums = []  # of the files that this rank wrote, by their names: a disk may show others' late
+    sums = []  # of files that this rank wrote, by name: a disk may show others' late
     for path in filter(Path.is_file, partial.rglob("*")):
         rank = re.search(r"(?:^__|rank_|states_)(\d+)|$", path.name)[1]
         if int(rank or 0) == accelerator.process_index:
@@ -589,7 +588,7 @@ def save_checkpoint(accelerator, optimizer, run):
         (partial / "checkpoint.json").write_text(f"{text}\n{zlib.crc32(text.encode())}")
         partial.rename(final)
         for old in sorted(final.parent.glob(CHECKPOINT))[:-2]:  # one more, if that is damaged
-            if old.name not in run.best:  # renamed first: a kill leaves no half of it
+            if old.name not in run.best:  # renamed first: a kill leaves no half
                 shutil.rmtree(old.rename(old.with_suffix(".partial")))
     accelerator.wait_for_everyone()
     run.start_clock()
@@ -612,7 +611,7 @@ def open_folder(run):
     record, saved = folder / "run.json", sorted((folder / "checkpoints").glob(CHECKPOINT))
     if (record.exists() or saved) and not run.args.resume:
         fail(f"{folder} holds another run: add --resume, or change --output_dir")
-    done = record.exists() and json.loads(record.read_bytes())["status"] == "completed"
+    done = record.exists() and b'"status": "completed"' in record.read_bytes()
 
     for path in reversed(saved):
         try:
@@ -622,7 +621,7 @@ def open_folder(run):
             old, state, sums = json.loads(text)
             if zlib.crc32(text) != int(value) or sums != {
                     name: checksum(path / name) for name in sums}:
-                raise ValueError("its files are not as they were saved")
+                raise ValueError("its files have changed")
         except (OSError, ValueError) as damage:
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
             damaged.append(path)
@@ -630,7 +629,7 @@ def open_folder(run):
         if changes := [f"{name} {old.get(name)} -> {value}"
                        for name, value in run.settings.items() if old.get(name) != value]:
             fail(f"cannot resume a run with other settings: {', '.join(changes)}")
-        for broken in damaged:  # out of the way
+        for broken in damaged:
             broken.rename(broken.with_suffix(".damaged"))
         return folder, "completed" if done else str(path), state
     if damaged and not done:
@@ -646,4 +645,5 @@ if __name__ == "__main__":
             raise
         fail(f"out of memory: python fit.py {Run.folder}/run.json tells what held how much")
     if not torch.cuda.is_available():
-        os._exit(0)  # else gloo's threads abort 1 exit in 100 (pytorch#190489)
+        os._exit(0)  # gloo may hang or abort (pytorch#56297, #190489)
+    PartialState().destroy_process_group()

@@ -229,13 +229,15 @@ def main():
     say(f"backend {backend}, " + ", ".join(f"{name} {of}" for name, of in versions.items()))
     if world == 1:
         say("one process has nobody to talk to: ask for two nodes, or two GPUs")
-    found = measure_all(state, say) if world > 1 else (None, None, None)
+    collectives, busy, core_share = measure_all(state, say) if world > 1 else (None, None, None)
     record = {
         "status": "completed",
         "nodes": len({rank["host"] for rank in ranks}),
         "processes": world,
         "backend": backend,
-        **dict(zip(("collectives", "busy", "core_share"), found, strict=True)),
+        "collectives": collectives,
+        "busy": busy,
+        "core_share": core_share,
         "ranks": ranks,
         "versions": versions,
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),

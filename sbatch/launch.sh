@@ -96,8 +96,9 @@ done
     fail "the tasks of an array would share --output_dir $output"
 mkdir -p "$output" || fail "cannot make the output directory $output"
 owner=$(cat "$output/.job" 2>/dev/null)
+alive=PENDING,RUNNING,SUSPENDED,COMPLETING # then, its ranks may still save
 if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then
-    [ -z "$(squeue --noheader --jobs="$owner" --states=PENDING,RUNNING 2>/dev/null)" ] ||
+    [ -z "$(squeue --noheader --jobs="$owner" --states=$alive 2>/dev/null)" ] ||
         fail "job $owner writes into $output: wait for it, or choose another --output_dir"
 fi
 echo "$SLURM_JOB_ID" >"$output/.job"

@@ -20,6 +20,7 @@ SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives of steps 3 to 12,
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
+SPY_UNSET   memory that nobody has set holds NaN
 SPY_PLAIN   accelerate comes as it is: on a CPU each process trains alone
 """
 
@@ -39,6 +40,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,8 +85,9 @@ def obey(order, count):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher need not wait
         time.sleep(120)
     else:
-        for name in signals.split("+"):
-            os.kill(os.getpid(), getattr(signal, name))
+        with FunctionalTensorMode():  # as in torch.compile: a handler may make no tensor
+            for name in signals.split("+"):
+                os.kill(os.getpid(), getattr(signal, name))
 
 
 def spoil(loss, what):
@@ -269,10 +272,16 @@ def bytes_held(model, optimizer):
         inner = inner.optimizer
     for value in itertools.chain(*(state.values() for state in inner.state.values())):
         count("states", value)
-    return {name: sum(group.values()) for name, group in groups.items()}
+    held = {name: sum(group.values()) for name, group in groups.items()}
+    # DDP's buckets are seen in the gradients that are views of them, or else lie beside these.
+    lone = len(groups["gradients"]) == sum(1 for _ in model.parameters())
+    if lone and hasattr(model, "reducer"):
+        held["gradients"] *= 2
+    return held
 
 
 if __name__ == "__main__":
+    torch.use_deterministic_algorithms("UNSET" in ORDERS, warn_only=True)  # so torch.empty is NaN
     if "SHAPES" in ORDERS:
         importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
     text = Path(script.__file__).read_text()  # it ends as the script does

@@ -139,7 +139,7 @@ def test_both_programs_print_the_same(folder):
         command = f"cd {shlex.quote(str(places[script]))} && {command}"
         return run([*unknown, "bash", "-c", command])
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(2) as pool:
         for command, result in zip(commands, pool.map(start, commands), strict=True):
             assert result.code == 0, result.err
             assert losses(result.out) == block("epoch 0").splitlines(), command

@@ -231,7 +231,7 @@ def test_the_same_run(make_place, usual, example_records, outside):
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert record["status"] == "completed" and [rank["rank"] for rank in record["ranks"]] == [0, 1]
     start = f"{place.strategy} on 2 x {record['device_name']}: {record['parameters']:,} parameters"
-    assert start in printed and "completed 3 steps" in printed
+    assert start in printed and "completed at step 3:" in printed
     place.check(record, printed)
     runs, usual_sections = usual
     losses = [loss for _, loss in record["loss_history"]]

@@ -80,6 +80,7 @@ def judged(tmp_path, monkeypatch, capsys):
         script = tmp_path / "mine.py"
         script.write_text(text)
         monkeypatch.setattr(watch, "launch", launch)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as watch.check has it, for this test alone
         monkeypatch.setattr(sys, "argv", ["check", str(script), *flags])
         single = LAB / "single.py" if checker is check_ex9 else None
         code, printed = watch.check(checker.judge, single), capsys.readouterr().out

@@ -95,16 +95,19 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
 
 
-RECORD = """script strategy strategy_options nodes processes devices device_name threads cores
+RECORD = """script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
     workload parameters seconds samples_per_second ranks metrics loss_history status resumed_from
     profiled versions slurm_job_id argv""".split()
 
 
 def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
-    """Three: the record is whole, and TensorBoard has the learning rates of one process."""
-    result = launch("ddp", SCRIPT, tmp_path, *flags(21), "--max_train_steps", 30, "--with_tracking",
-                    "--max_grad_norm", 1, "--per_device_eval_batch_size", 11, processes=3)
+    """Three: the record is whole, and TensorBoard has the learning rates of one process. No weight
+    fills three shards, and what ZeRO-3 fills them up with is NaN.
+    """
+    result = launch("zero3", SCRIPT, tmp_path, *flags(21), "--max_train_steps", 30,
+                    "--with_tracking", "--max_grad_norm", 1, "--per_device_eval_batch_size", 11,
+                    processes=3, env={"SPY_UNSET": "1"})
     record = result.record
     assert set(record) == {*RECORD, "tensors"}
     workload = """model dataset samples eval_samples sequence_length compute_dtype precision dynamo
@@ -139,7 +142,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path)
     log = baseline.out
     assert "\r" not in log + baseline.err and "%|" not in log + baseline.err
     assert "epoch 1/2" in log and f"{baseline.folder}/run.json" in log
-    assert log.splitlines()[-1].startswith(f"completed {STEPS} steps")
+    assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
 
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -224,7 +227,7 @@ def test_processes_that_would_train_alone(tmp_path):
     ({"WORLD_SIZE": "2"}, 0, "each would train alone"),
     ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # the baseline on two nodes
     ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "dp does not know bf16"),
+    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "in fp16, not in bf16"),
 ])
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -124,7 +124,7 @@ def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, 
     assert record["status"] == "preempted"
     assert record["steps"] == len(record["loss_history"]) == step
     assert [len(ids_seen(tmp_path, rank)) for rank in (0, 1)] == [step, step]
-    assert stopped.out.count(f"preempted after {step} steps: ") == 1
+    assert stopped.out.count(f"preempted at step {step}: ") == 1
     assert "; --resume goes on" in stopped.out and "Traceback" not in stopped.err
     resumed = spied(strategy, tmp_path, "--resume")
     assert step_of(resumed.record["resumed_from"]) == step
@@ -215,6 +215,7 @@ def test_only_step_and_eight_digits_are_the_scripts_own(save, tmp_path, capsys):
     mine = [folder / name for name in ("step_00000001-copy1", "step_9", "step_99999999.old")]
     for path in mine:
         path.mkdir(parents=True)
+    (folder / "step_00000009.partial").mkdir()  # of a run that was killed
     assert script.open_folder(fake_run(tmp_path))[1:] == (None, {})
     for step in (1, 2, 3, 4, 5):
         save(fake_run(tmp_path, step))
@@ -243,7 +244,7 @@ def test_files_are_summed_when_all_ranks_have_written_theirs(save, tmp_path, mon
     monkeypatch.setattr(accelerator, "wait_for_everyone", lambda: events.append("wait"))
     monkeypatch.setattr(script, "checksum", lambda path: events.append("sum"))
     save(fake_run(tmp_path, 1))
-    assert events == ["wait", "save", "wait", "sum", "wait"]
+    assert events == ["save", "wait", "sum", "wait"]
 
 
 def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturbed, tmp_path):
@@ -255,9 +256,10 @@ def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturb
 
     [file] = (checkpoints / "step_00000014").rglob("*zero_pp_rank_1_*optim_states.pt")
     file.write_bytes(file.read_bytes()[:-100])
+    (tmp_path / "run.json").write_text("")  # the power was lost, too
     resumed = spied("zero3", tmp_path, "--resume")
     assert resumed.out.count("warning: skipping the damaged checkpoint") == 1
-    assert "step_00000014: its files are not as they were saved" in resumed.out
+    assert "step_00000014: its files have changed" in resumed.out
     assert step_of(resumed.record["resumed_from"]) == 7
     assert_same_end(resumed, undisturbed("zero3"))
     assert not list(checkpoints.glob("*.partial"))
@@ -326,7 +328,7 @@ def test_a_completed_run_keeps_its_record_and_its_folder(undisturbed):
     folder = undisturbed("ddp").folder
     before = (folder / "run.json").read_bytes()
     again = launch("ddp", SCRIPT, folder, *FLAGS, "--resume")
-    assert "holds a completed run already" in again.out
+    assert "is a completed run already" in again.out
     assert "holds another run" in launch("ddp", SCRIPT, folder, *FLAGS, ok=False).error_line()
     others = ["--learning_rate", 0.01, "--dropout", 0.3, "--seed", 1, "--resume"]
     line = launch("ddp", SCRIPT, folder, *FLAGS, *others, ok=False).error_line()

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT, launch
-from test_bert import TINY
 
 import report
 from reporting import comparing, links, page, pictures, prediction, records, splitting
@@ -476,24 +475,3 @@ def test_mfu_by_hand():
             ("NVIDIA H200", {"layers": None}, None), ("NVIDIA H200", {"precision": "fp8"}, None)):
         expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
         assert comparing.flops_utilization(row | {"device_name": name} | changes) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    "ddp", "fsdp", "zero2", "zero3",
-    # Those of the variants by `pytest -m matrix tests/test_report.py`.
-    *(pytest.param(name, marks=pytest.mark.matrix) for name in (
-        "zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"))])
-def test_bytes_sent_by_formula_and_counted_on_the_wire(cluster, tmp_path, name):
-    """What two nodes' network cards send in ten steps."""
-    folder = tmp_path / "run"
-    flags = [*TINY, "--per_device_train_batch_size", "8", "--max_train_steps", 12]
-    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    job = cluster.submit(
-        f"--output={folder}.log", "sbatch/2node.sh", f"accelerate_configs/{name}.yaml",
-        "tests/spy.py", *flags, "--output_dir", folder, cwd=ROOT, env=spying)
-    assert cluster.wait(job) == "COMPLETED"
-    parameters = json.loads((folder / "run.json").read_text())["parameters"]
-    sent = [json.loads((tmp_path / f"wire_{rank}.json").read_text()) for rank in (0, 1)]
-    seen = sum(last - first for first, last in sent) / 2 / 10
-    assert seen == pytest.approx(links.bytes_sent(name, parameters, 2, gloo=True), rel=0.05)

@@ -14,8 +14,10 @@ import torch
 from conftest import ROOT, launch
 from test_bert import TINY
 
+from reporting import links
+
 pytestmark = pytest.mark.slow
-BERT = [*TINY, "--max_train_steps", "8", "--per_device_train_batch_size", "8"]
+BERT = [*TINY, "--max_train_steps", "12", "--per_device_train_batch_size", "8", "--dropout", "0"]
 DIGITS = "train_mnist_rnn.py --dataset digits --per_device_train_batch_size 64 --num_epochs".split()
 
 
@@ -50,26 +52,35 @@ def read(file):
     return json.loads(file.read_text())
 
 
-def test_strategies_on_two_nodes_train_as_on_one_machine(start, tmp_path):
-    """All at once, to share the nodes. The first line is README's, without YAML and script."""
-    words = {"ddp": BERT, "fsdp": ["accelerate_configs/fsdp.yaml", *DIGITS, 2],
-             "zero3": ["accelerate_configs/zero3.yaml", *DIGITS, 2]}
-    jobs = {name: start("sbatch/2node.sh", *more, "--output_dir", tmp_path / name)
-            for name, more in words.items()}
-    digits = launch("ddp", DIGITS[0], tmp_path / "digits", *DIGITS[1:], 2).losses
-    bert = launch("ddp", "train_bert_squad.py", tmp_path / "bert", *BERT).losses
-    ports = set()
-    for name, job in jobs.items():
-        log, record = job(), read(tmp_path / name / "run.json")
-        assert (record["status"], record["strategy"], record["nodes"]) == ("completed", name, 2)
-        assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [(0, "n1"), (1, "n2")]
-        assert record["slurm_job_id"] == job.job
-        for line in ("n1: 1 GPU(s), 4 core(s)", "n2: 1 GPU(s)", "torch 2.", "--num_processes 2"):
-            assert line in log
-        ports.add(re.search(r"--main_process_port (\d+)", log)[1])
-        losses = [loss for _, loss in record["loss_history"]]
-        assert losses == pytest.approx(bert if name == "ddp" else digits, rel=1e-5)
-    assert len(ports) == 3
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory):
+    return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
+
+
+@pytest.mark.parametrize("name", [
+    "ddp", "fsdp", "zero2", "zero3",
+    # Those of the variants by `pytest -m matrix tests/test_sbatch.py`.
+    *(pytest.param(name, marks=pytest.mark.matrix) for name in (
+        "zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"))])
+def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
+        name, start, one_machine, tmp_path):
+    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML."""
+    yaml = [f"accelerate_configs/{name}.yaml"] * (name != "ddp")
+    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    job = start("sbatch/2node.sh", *yaml, "tests/spy.py", *BERT, "--output_dir", tmp_path / "run",
+                env=spying)
+    log, record = job(), read(tmp_path / "run" / "run.json")
+    assert (record["status"], record["nodes"]) == ("completed", 2)
+    assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job.job
+    assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [(0, "n1"), (1, "n2")]
+    for line in ("n1: 1 GPU(s), 4 core(s)", "n2: 1 GPU(s)", "torch 2.", "--num_processes 2"):
+        assert line in log
+    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
+    sent = [read(tmp_path / f"wire_{rank}.json") for rank in (0, 1)]
+    seen = sum(last - first for first, last in sent) / 2 / 10
+    formula = links.bytes_sent(name, record["parameters"], 2, gloo=True)
+    assert seen == pytest.approx(formula, rel=0.05)
 
 
 def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
