@@ -114,14 +114,15 @@ def test_processes_that_train_alone(judged):
 
 
 @pytest.mark.parametrize("fault, said", [
-    ("sampler.save()", "rank 0 ended in line {}: AttributeError"),
-    ("while True: pass", "rank 0 still waits in line {} after 5 s")])
+    ("sampler.save()", "rank [01] ended in line {}: AttributeError"),
+    ("while True: pass", "rank [01] still waits in line {} after 5 s")])
 def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
     place = "    torch.manual_seed(SEED)"
     number = DDP[: DDP.index(place)].count("\n") + 1
     text = changed(DDP, [(place, f"    {fault}\n{place}")])
     code, printed, _ = judged(check_ex9, text, "--seconds", "5")
-    assert code == 1 and "runs to its end" in printed and said.format(number) in printed, printed
+    assert code == 1 and "runs to its end" in printed, printed
+    assert re.search(said.format(number), printed), printed  # the launcher may end the other rank
 
 
 def start(command, folder):
