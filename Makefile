@@ -58,7 +58,7 @@ test: dev  ## the tests of the scripts, the YAMLs, the report and README; minute
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
 	+$(MAKE) -j 2 test-rest test-cluster
 
-# Those with a cluster mostly wait. They and the lab's run beside the rest, and print at the end.
+# Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
 test-rest:
 	$(BIN)/python -m pytest -m "not cluster and not matrix"
 

@@ -36,12 +36,13 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision.datasets import MNIST
 from tqdm import tqdm
 
-BORN = psutil.Process().create_time()  # before the imports
-CORES = sorted(os.sched_getaffinity(0))  # of this job
+BORN = (psutil.Process().create_time() - psutil.boot_time()  # in whole seconds
+        + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+CORES = sorted(os.sched_getaffinity(0))
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
 SYNC_SECONDS = 10  # or about so often, as lines in a log
 WARMUP_STEPS = 10  # not in samples_per_second: memory and links are set up
-CHECKPOINT = "step_" + "[0-9]" * 8  # what has another name is not ours
+CHECKPOINT = "step_" + "[0-9]" * 8  # other names are not ours
 
 
 def parse_args():
@@ -337,7 +338,7 @@ def make_accelerator(args):
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     backend = "gloo" if cpu and (fsdp or zero) else None  # cpu=True would not shard
     state = PartialState(cpu and not backend, backend=backend, timeout=timeout)
-    if cpu and fsdp:  # accelerate, up to 1.15, takes FSDP for a matter of GPUs
+    if cpu and fsdp:  # accelerate (1.15) wants GPUs for FSDP
         state.distributed_type = utils.DistributedType.MULTI_GPU
     accelerator = Accelerator(
         # Gradients lie in the buckets of the all-reduce.
@@ -368,7 +369,7 @@ class Run:
     """How far a run is, its clock, its record."""
 
     def __init__(self, accelerator, strategy, args, memory_before, workload, record):
-        self.accelerator, self.args = accelerator, args
+        self.accelerator, self.args, self.memory_before = accelerator, args, memory_before
         gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
         self.devices = accelerator.num_processes * gpus
         self.batch_size = args.per_device_train_batch_size * self.devices  # of all ranks
@@ -384,7 +385,6 @@ class Run:
         self.losses, self.grad_norm = [], None  # of micro-batches since a sync
         self.seconds = dict.fromkeys(("startup", "train", "loading", "eval"), 0.0)
         self.cpu_seconds = self.memory = 0  # of this rank in training; its peak in MB
-        self.memory_before = memory_before  # MB without a model
 
         self.describe(strategy, workload, record)
         Run.folder, self.found, state = on_rank_0(lambda: open_folder(self))
@@ -444,7 +444,7 @@ class Run:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # heeded at a sync
             signal.signal(number, lambda *_: setattr(accelerator, "flag_tensor", told))
         self.seconds["startup"], self.line_at = time.time() - BORN, time.time()
-        # None: a bar only in a terminal
+        # None: only in a terminal
         self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
                         file=sys.stdout, disable=not accelerator.is_main_process or None)
         if not self.args.profile:
@@ -576,7 +576,7 @@ def save_checkpoint(accelerator, optimizer, run):
     on_rank_0(lambda: [shutil.rmtree(p, True) for p in final.parent.glob(CHECKPOINT + ".partial")])
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()  # all may write one file, as fp16's scaler.pt
-    sums = []  # of files that this rank wrote, by name: a disk may show others' late
+    sums = []  # of this rank's files, by name: a disk may show others' late
     for path in filter(Path.is_file, partial.rglob("*")):
         rank = re.search(r"(?:^__|rank_|states_)(\d+)|$", path.name)[1]
         if int(rank or 0) == accelerator.process_index:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-LAB = ["test_lab", "test_exercises", "test_profile_exercise", "test_report_exercise",
-       "test_notebook"]
+BESIDE = ["test_lab", "test_exercises", "test_profile_exercise", "test_report_exercise",
+          "test_notebook", "test_elsewhere"]
 RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 
@@ -158,9 +158,9 @@ def cluster(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Mark what runs beside the rest: tests with a cluster, which mostly wait, and the lab."""
+    """Mark what runs beside the rest: tests with a cluster, which often wait, the lab, and more."""
     for item in items:
-        if "cluster" in item.fixturenames or item.path.stem in LAB:
+        if "cluster" in item.fixturenames or item.path.stem in BESIDE:
             item.add_marker("cluster")
 
 

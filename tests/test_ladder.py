@@ -9,7 +9,7 @@ import shlex
 import pytest
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run, table_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, kill_and_resume, predictions
+from test_bert import NO_GRADIENT, SCRIPT, STEPS, flags, predictions
 from test_fit import parts_and_rungs
 from test_lab import blocks_of, check_kind
 from torch.testing import assert_close
@@ -72,11 +72,6 @@ def test_each_rank_of_a_rung_holds_what_the_formula_says(name, runs):
         print(name, {part: f"{size / 4 / sum(sizes):.2f}" for part, size in held.items()})
         formula = memory.bytes_held(name, sum(sizes), 2)
         assert sum(held.values()) == pytest.approx(formula, rel=0.05)
-
-
-@pytest.mark.parametrize("name", RUNGS)
-def test_a_rung_resumes_exactly_after_sigkill(name, runs, tmp_path):
-    kill_and_resume(name, tmp_path, runs(name), AGAIN, accumulation=2)
 
 
 # -------- the page

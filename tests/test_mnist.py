@@ -15,6 +15,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -87,11 +88,14 @@ def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
 
 
 def test_memory_is_that_of_training_alone(baseline, tmp_path):
-    """An evaluation holds 400 MB more than training does, also than the epoch after it."""
-    [usual] = baseline.record["ranks"]
+    """An evaluation holds 400 MB more than training does, also than the epoch after it. And the
+    run's real time is not longer than the run.
+    """
+    [usual], start = baseline.record["ranks"], time.time()
     result = launch("baseline", SCRIPT, tmp_path, *flags(64), env={"SPY_MEMORY": "400"})
-    [rank] = result.record["ranks"]
+    seconds, [rank] = time.time() - start, result.record["ranks"]
     peak = rank["peak_memory_mb"]
+    assert seconds / 4 < rank["real"] < seconds
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import STRATEGIES, launch
+from conftest import RUNGS, STRATEGIES, launch
 
 import train_mnist_rnn as script
 
@@ -88,7 +88,7 @@ def step_of(path):
     return int(str(path).split("step_")[1])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", *slow("fsdp", "zero2")])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", *slow("fsdp", "zero2", *RUNGS)])
 def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
     reference = undisturbed(strategy)
     killed = spied(strategy, tmp_path, SPY_SIGNAL="SIGKILL 1 31", ok=False)  # in epoch 2

@@ -7,6 +7,7 @@ own: accelerate parses the command line and the YAML and makes the environment, 
 connects the ranks. tests/test_launch.py holds both ways to the same numbers.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -98,7 +99,8 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
             if not failed and any(rank.exitcode for rank in ranks):
                 failed, deadline = True, time.monotonic() + GRACE
                 for rank in running:
-                    os.kill(rank.pid, signal.SIGTERM)
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(rank.pid, signal.SIGTERM)
             if time.monotonic() > deadline:
                 break
             wait([rank.sentinel for rank in running], timeout=1)
