@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
 
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+# What `accelerate launch` runs, without the imports of accelerate's other commands.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 BESIDE = ["test_lab", "test_exercises", "test_profile_exercise", "test_report_exercise",
           "test_notebook", "test_elsewhere"]

@@ -8,6 +8,7 @@ connects the ranks. tests/test_launch.py holds both ways to the same numbers.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -65,6 +66,7 @@ def start_server():
 
 def become(environment, folder, argv, out, err):
     """In a forked process: be the rank that runs the script `argv[0]`."""
+    gc.freeze()  # what was imported stays: else each full collection goes through all of it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
