@@ -81,6 +81,7 @@ sweep: setup  ## time every strategy on this machine with both scripts, without 
 	export PATH="$$PWD/$(BIN):$$PATH" && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
+	mkdir $(SWEEP)/bert && { cp -r $(SWEEP)/mnist/check-* $(SWEEP)/bert 2>/dev/null; true; } && \
 	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
 		--max_train_samples 112 --num_epochs 8 && \
 	python report.py $(SWEEP)

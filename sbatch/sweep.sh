@@ -20,7 +20,7 @@
 #                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
 # If 1x1 is one of the shapes, sbatch/check.py also measures how fast the devices of each other
-# shape communicate. The report explains and predicts from both.
+# shape communicate, unless DIR has a check. The report explains and predicts from both.
 # Repeats take turns, so that a machine that others slow down for a while slows down every cell.
 # Where jobs go and what they ask for comes from sbatch/site.sh.
 set -uo pipefail
@@ -142,6 +142,7 @@ for cell in "${cells[@]}"; do
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size "$share")
     yaml=accelerate_configs/$strategy.yaml what=("$script" "${flags[@]}")
     if [ "$strategy" = check ]; then
+        [ ! -e "$folder/$run/check.json" ] || continue # of a sweep with another script
         yaml=accelerate_configs/ddp.yaml what=(sbatch/check.py --output_dir "$folder/$run")
     fi
     if [ -n "$local" ]; then
