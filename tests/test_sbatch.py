@@ -58,10 +58,8 @@ def one_machine(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [
-    "ddp", "fsdp", "zero2", "zero3",
-    # Those of the variants by `pytest -m matrix tests/test_sbatch.py`.
-    *(pytest.param(name, marks=pytest.mark.matrix) for name in (
-        "zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"))])
+    "ddp", "fsdp", "fsdp_keep", "fsdp_offload", "zero1", "zero2", "zero2_offload", "zero3",
+    "zero3_offload"])
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
         name, start, one_machine, tmp_path):
     """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML."""
