@@ -86,7 +86,8 @@ sweep: setup  ## time every strategy on this machine with both scripts, without 
 		--max_train_samples 112 --num_epochs 8 && \
 	python report.py $(SWEEP)
 
-lint: dev  ## check the style
+lint: dev  ## check form and style
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/shellcheck -x sbatch/*.sh
 

@@ -24,8 +24,10 @@ from pathlib import Path
 
 from reporting.memory import PLACES, SIZES, count_parameters, explain_run, largest_batch, memory_of
 
-MODELS = {"bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
-          "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True))}  # fmt: skip
+MODELS = {
+    "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
+    "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True)),
+}
 
 
 def read_model(name, changes=None):
@@ -36,8 +38,10 @@ def read_model(name, changes=None):
     for change in changes.split(",") if changes else []:
         match = re.fullmatch(r"(\w+)=([1-9]\d*)", change)
         if not match or match[1] not in [*SIZES, "num_attention_heads"]:
-            raise ValueError(f"--config_overrides {changes}: {change!r} is none of "
-                             f"{'=N, '.join(SIZES)}=N and num_attention_heads=N")
+            raise ValueError(
+                f"--config_overrides {changes}: {change!r} is none of "
+                f"{'=N, '.join(SIZES)}=N and num_attention_heads=N"
+            )
         model |= {match[1]: int(match[2])} if match[1] in SIZES else {}  # heads change no size
     return model
 
@@ -54,8 +58,10 @@ def read_config(name):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{size} is {value!r}")
     except OSError as problem:
-        raise ValueError(f"cannot read the model {name}: {problem.strerror}; give bert-base, "
-                         "bert-large, or a folder with a config.json") from None
+        raise ValueError(
+            f"cannot read the model {name}: {problem.strerror}; give bert-base, "
+            "bert-large, or a folder with a config.json"
+        ) from None
     except (ValueError, LookupError, TypeError) as problem:
         raise ValueError(f"{path} is not the config of a BERT: {problem}") from None
     return model
@@ -72,25 +78,51 @@ def read_memory(text):
 def parse_args():
     """The command line. Anything wrong with it ends the program with one line."""
     parser = argparse.ArgumentParser(
-        description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula.")
+        description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula."
+    )
     parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
     add = parser.add_argument
-    add("memory", help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30); or the run.json "
-        "of a run")
-    add("--model", "--model_name_or_path", default="bert-base", help="bert-base, bert-large, or a "
-        "folder with the config.json of a BERT (default: %(default)s)")
-    add("--config_overrides", metavar="KEY=VALUE,...", help="change the model's "
-        "config: hidden_size=768,num_hidden_layers=6")
-    add("--per_device_train_batch_size", type=int, default=4, help="windows in a "
-        "micro-batch of each device (default: %(default)s)")
+    add(
+        "memory",
+        help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30); or the run.json of a run",
+    )
+    add(
+        "--model",
+        "--model_name_or_path",
+        default="bert-base",
+        help="bert-base, bert-large, or a "
+        "folder with the config.json of a BERT (default: %(default)s)",
+    )
+    add(
+        "--config_overrides",
+        metavar="KEY=VALUE,...",
+        help="change the model's config: hidden_size=768,num_hidden_layers=6",
+    )
+    add(
+        "--per_device_train_batch_size",
+        type=int,
+        default=4,
+        help="windows in a micro-batch of each device (default: %(default)s)",
+    )
     add("--max_seq_length", type=int, default=384, help="tokens in a window (default: %(default)s)")
     add("--num_processes", type=int, default=2, help="devices on all nodes (default: %(default)s)")
-    add("--mixed_precision", choices=["no", "bf16"], default="no", help="as in "
-        "`accelerate launch` (default: %(default)s)")
-    add("--activation_checkpointing", action="store_true", help="compute the layers again in the "
-        "backward pass, and keep only their inputs")
-    add("--dropout", type=float, default=0.1, help="more than 0: masks are kept (default: "
-        "%(default)s)")
+    add(
+        "--mixed_precision",
+        choices=["no", "bf16"],
+        default="no",
+        help="as in `accelerate launch` (default: %(default)s)",
+    )
+    add(
+        "--activation_checkpointing",
+        action="store_true",
+        help="compute the layers again in the backward pass, and keep only their inputs",
+    )
+    add(
+        "--dropout",
+        type=float,
+        default=0.1,
+        help="more than 0: masks are kept (default: %(default)s)",
+    )
     args = parser.parse_args()
     for name in ("per_device_train_batch_size", "max_seq_length", "num_processes"):
         if getattr(args, name) < 1:
@@ -104,8 +136,9 @@ def parse_args():
         args.sizes = read_model(args.model, args.config_overrides)
         longest = args.sizes["max_position_embeddings"]
         if args.max_seq_length > longest:
-            raise ValueError(f"--max_seq_length is {args.max_seq_length}, the model's longest "
-                             f"input {longest}")
+            raise ValueError(
+                f"--max_seq_length is {args.max_seq_length}, the model's longest input {longest}"
+            )
     except ValueError as problem:
         sys.exit(f"error: {problem}")
     return args
@@ -120,12 +153,24 @@ def make_rows(args):
             yield [strategy, *[""] * len(parts), "-", "-", "-"]
             continue
         rest = args.max_seq_length, args.num_processes, args.mixed_precision
-        held = memory_of(strategy, args.sizes, args.per_device_train_batch_size, *rest,
-                         args.activation_checkpointing, args.dropout > 0)  # fmt: skip
-        batches = [largest_batch(args.memory, strategy, args.sizes, *rest, again, args.dropout > 0)
-                   for again in (False, True)]  # fmt: skip
-        yield [strategy, *(f"{math.ceil(held[name] / 1e6):,}" for name in parts),
-               "yes" if held["total"] <= args.memory else "no", *map(str, batches)]  # fmt: skip
+        held = memory_of(
+            strategy,
+            args.sizes,
+            args.per_device_train_batch_size,
+            *rest,
+            args.activation_checkpointing,
+            args.dropout > 0,
+        )
+        batches = [
+            largest_batch(args.memory, strategy, args.sizes, *rest, again, args.dropout > 0)
+            for again in (False, True)
+        ]
+        yield [
+            strategy,
+            *(f"{math.ceil(held[name] / 1e6):,}" for name in parts),
+            "yes" if held["total"] <= args.memory else "no",
+            *map(str, batches),
+        ]
 
 
 def main():
@@ -134,25 +179,30 @@ def main():
         try:
             return print("\n".join(explain_run(json.loads(Path(args.memory).read_bytes()))))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
-            sys.exit(f"error: {args.memory} is no record of a run "
-                     f"({type(problem).__name__}: {problem})")
+            sys.exit(
+                f"error: {args.memory} is no record of a run ({type(problem).__name__}: {problem})"
+            )
     rows = list(make_rows(args))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     recomputing = ", --activation_checkpointing" * args.activation_checkpointing
-    print(f"{args.model}, {count_parameters(args.sizes)[0]:,} parameters, {args.num_processes} x "
-          f"{args.memory / 1e6:,.0f} MB, micro-batch {args.per_device_train_batch_size} x "
-          f"{args.max_seq_length} tokens,\nmixed_precision {args.mixed_precision}, dropout "
-          f"{args.dropout:g}{recomputing}\n")
+    print(
+        f"{args.model}, {count_parameters(args.sizes)[0]:,} parameters, {args.num_processes} x "
+        f"{args.memory / 1e6:,.0f} MB, micro-batch {args.per_device_train_batch_size} x "
+        f"{args.max_seq_length} tokens,\nmixed_precision {args.mixed_precision}, dropout "
+        f"{args.dropout:g}{recomputing}\n"
+    )
     for row in rows:
         first, *others = zip(row, widths, strict=True)
         print(f"| {first[0]:{first[1]}} | {' | '.join(f'{t:>{w}}' for t, w in others)} |")
-    print("\nMB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each part "
-          "is at its\nlargest. total: the peak of a step. The backward pass frees activations "
-          "while it makes gradients,\nso the total is less than the sum of the parts. DDP and "
-          "ZeRO-3 hold all gradients from the start.\nbatch: the largest micro-batch that fits; "
-          "with AC: the largest with --activation_checkpointing.\nLeave about 1 GB: the CUDA "
-          "context and workspaces are not in the table.")
+    print(
+        "\nMB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each part "
+        "is at its\nlargest. total: the peak of a step. The backward pass frees activations "
+        "while it makes gradients,\nso the total is less than the sum of the parts. DDP and "
+        "ZeRO-3 hold all gradients from the start.\nbatch: the largest micro-batch that fits; "
+        "with AC: the largest with --activation_checkpointing.\nLeave about 1 GB: the CUDA "
+        "context and workspaces are not in the table."
+    )
     if args.mixed_precision == "bf16":
         print("dp: the scripts refuse it in bf16.")
 

@@ -28,19 +28,41 @@ from reporting.splitting import find_shares, read_traces, split_step
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description="Tables and plots of time, speedup and efficiency from run records.")
+        description="Tables and plots of time, speedup and efficiency from run records."
+    )
     parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
     add = parser.add_argument
-    add("folder", type=Path, nargs="?", help="where the runs are: every run.json below it is read; "
-        "or such a folder compressed, as RUNS.tar.xz")
-    add("--times", type=Path, help="CSV of times measured by hand, as 186.6 or 3m6.6s: "
-        "strategy,nodes,gpus_per_node,seconds")
-    add("--output_dir", type=Path, help="where report.md, report.csv and the pictures go (default: "
-        "the folder; beside a compressed one; with --times alone, the current folder)")
-    add("--predict", type=int, metavar="N",
-        help="also step times at 2, 4, ... N devices, by formula")
-    add("--check", type=Path, help="the link to predict with: a check.json of sbatch/check.py "
-        "(without: those that lie below the folder), or")
+    add(
+        "folder",
+        type=Path,
+        nargs="?",
+        help="where the runs are: every run.json below it is read; "
+        "or such a folder compressed, as RUNS.tar.xz",
+    )
+    add(
+        "--times",
+        type=Path,
+        help="CSV of times measured by hand, as 186.6 or 3m6.6s: "
+        "strategy,nodes,gpus_per_node,seconds",
+    )
+    add(
+        "--output_dir",
+        type=Path,
+        help="where report.md, report.csv and the pictures go (default: "
+        "the folder; beside a compressed one; with --times alone, the current folder)",
+    )
+    add(
+        "--predict",
+        type=int,
+        metavar="N",
+        help="also step times at 2, 4, ... N devices, by formula",
+    )
+    add(
+        "--check",
+        type=Path,
+        help="the link to predict with: a check.json of sbatch/check.py "
+        "(without: those that lie below the folder), or",
+    )
     add("--bandwidth", type=float, help="of the link, in GB/s, and")
     add("--latency", type=float, help="of a message between two devices, in microseconds")
     args = parser.parse_args()
@@ -70,11 +92,14 @@ def parse_args():
         else:  # all that lie below the folder of runs
             args.links = find_links(args.folder) if args.folder else []
     except UNREADABLE as reason:
-        parser.error(f"{args.check} is no check.json of several ranks ({type(reason).__name__}: "
-                     f"{reason})")
+        parser.error(
+            f"{args.check} is no check.json of several ranks ({type(reason).__name__}: {reason})"
+        )
     if args.predict and not args.links:
-        parser.error("--predict needs the link: --check with a check.json of several ranks "
-                     "(sbatch/check.py leaves it), or --bandwidth and --latency")
+        parser.error(
+            "--predict needs the link: --check with a check.json of several ranks "
+            "(sbatch/check.py leaves it), or --bandwidth and --latency"
+        )
     return args
 
 
@@ -89,8 +114,10 @@ def write_report(args):
     works = list(cells.groupby(SAME_WORK, dropna=False, sort=False))
     first, more = ["# Report"], ["# Details"]
     if len(works) > 1:
-        first.append(f"These are {len(works)} workloads, never compared with each other; they "
-                     f"differ in {', '.join(differing(cells))}.")
+        first.append(
+            f"These are {len(works)} workloads, never compared with each other; they "
+            f"differ in {', '.join(differing(cells))}."
+        )
     for number, (_, group) in enumerate(works, 1):
         predicted = predict_cells(group, args.links)
         cells.loc[group.index, PREDICTED] = predicted[PREDICTED]
@@ -100,26 +127,45 @@ def write_report(args):
         suffix = f"-{number}" if len(works) > 1 else ""
         files = plot_work(group, parts, held, args.output_dir, suffix)
         failed = same(group.iloc[0], others[others["problem"] != PROFILED], SAME_WORK)
-        lost = sorted({(run["strategy"], shape(run)) for _, run in failed.iterrows()}
-                      - set(zip(group["strategy"], group["shape"], strict=True)))
+        lost = sorted(
+            {(run["strategy"], shape(run)) for _, run in failed.iterrows()}
+            - set(zip(group["strategy"], group["shape"], strict=True))
+        )
         heading = f"## {title(group.iloc[0], cells)}"
         first += [heading, *first_page(group, parts, lost, files)]
         more += [heading, *details(group, parts, held, args.links, args.predict, files)]
     if traces:
         more += [
-            "## Where the time of the profiled steps went", describe_traces(traces),
+            "## Where the time of the profiled steps went",
+            describe_traces(traces),
             "The traces open in https://ui.perfetto.dev. Communication includes waiting for a "
             "slower rank: the rank that waits least shows best what the transfer takes. Profiled "
-            "runs are never used as timings."]
+            "runs are never used as timings.",
+        ]
     if len(others) or notes or unread:
-        more += ["## Not in the tables", "\n".join(
-            [f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}"
-             for _, run in others.iterrows()]
-            + [f"- {note}" for note in notes + unread])]
+        more += [
+            "## Not in the tables",
+            "\n".join(
+                [
+                    f"- {run['run']} ({run['strategy']}, {shape(run)}): {run['problem']}"
+                    for _, run in others.iterrows()
+                ]
+                + [f"- {note}" for note in notes + unread]
+            ),
+        ]
     text = "\n\n".join(filter(None, [*first, *more, "## How to read the tables", KINDS])) + "\n"
     (args.output_dir / "report.md").write_text(text, encoding="utf-8")
-    inner = ["ranks", "tensors", "losses", "shown", "shape", "label", "speedup_low",
-             "speedup_high", *SURE]
+    inner = [
+        "ranks",
+        "tensors",
+        "losses",
+        "shown",
+        "shape",
+        "label",
+        "speedup_low",
+        "speedup_high",
+        *SURE,
+    ]
     cells.drop(columns=inner).to_csv(args.output_dir / "report.csv", index=False)
     return text
 

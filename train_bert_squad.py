@@ -42,8 +42,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-BORN = (psutil.Process().create_time() - psutil.boot_time()  # in whole seconds
-        + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+BORN = (
+    psutil.Process().create_time()
+    - psutil.boot_time()  # in whole seconds
+    + time.time()
+    - time.clock_gettime(time.CLOCK_BOOTTIME)
+)
 CORES = sorted(os.sched_getaffinity(0))
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
 SYNC_SECONDS = 10  # or about so often, as lines in a log
@@ -54,24 +58,34 @@ OFFLINE = "without a network, run --prepare_data_only where there is one, or giv
 
 def parse_args():
     """The flags of a run. Anything wrong with them ends it with one line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.error = lambda message: fail(f"{message} (--help lists the flags)")
     add = parser.add_argument
-    add("--model_name_or_path", default="google-bert/bert-base-uncased",
-        help="BERT's name on the Hub, or a folder with config, weights and tokenizer")
+    add(
+        "--model_name_or_path",
+        default="google-bert/bert-base-uncased",
+        help="BERT's name on the Hub, or a folder with config, weights and tokenizer",
+    )
     add("--from_scratch", action="store_true", help="the model's config, but random weights")
     add("--train_file", help="SQuAD's nested JSON to train on (without: SQuAD from the Hub)")
     add("--validation_file", help="questions to evaluate on, likewise")
-    add("--version_2_with_negative", action="store_true",
-        help="SQuAD v2.0: some questions have no answer")
+    add(
+        "--version_2_with_negative",
+        action="store_true",
+        help="SQuAD v2.0: some questions have no answer",
+    )
     add("--max_train_samples", type=int, default=10_000, help="the first N questions; 0: all")
     add("--max_eval_samples", type=int, default=500, help="likewise in evaluation")
     add("--max_seq_length", type=int, default=384, help="tokens of question and context")
     add("--doc_stride", type=int, default=128, help="tokens that windows of a long context share")
     add("--max_answer_length", type=int, default=30, help="of a predicted answer, in tokens")
-    add("--activation_checkpointing", action="store_true",
-        help="compute activations again in the backward pass: less memory, a third more work")
+    add(
+        "--activation_checkpointing",
+        action="store_true",
+        help="compute activations again in the backward pass: less memory, a third more work",
+    )
     add("--prepare_data_only", action="store_true", help="fetch and check all inputs, then stop")
     add("--num_epochs", type=int, default=4, help="passes over the training data")
     add("--max_train_steps", type=int, help="optimizer steps; overrides --num_epochs")
@@ -82,8 +96,11 @@ def parse_args():
     add("--max_grad_norm", type=float, help="clip each step's gradients to this norm")
     add("--dropout", type=float, default=0.1, help="share of activations set to 0")
     add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
-    add("--output_dir", default=time.strftime("runs/bert_squad-%Y%m%d-%H%M%S"),
-        help="where results go; all nodes must see it")
+    add(
+        "--output_dir",
+        default=time.strftime("runs/bert_squad-%Y%m%d-%H%M%S"),
+        help="where results go; all nodes must see it",
+    )
     add("--checkpointing_steps", type=int, help="save every so many steps, besides each epoch")
     add("--resume", action="store_true", help="go on from OUTPUT_DIR's newest checkpoint, if any")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
@@ -144,10 +161,15 @@ def read_squad(path):
                 for qa in paragraph["qas"]:
                     place = f"question {qa.get('id')}"
                     answers = [] if qa.get("is_impossible") else qa["answers"]
-                    yield {"id": str(qa["id"]), "question": qa["question"],
-                           "context": paragraph["context"], "answers": {
-                               "text": [answer["text"] for answer in answers],
-                               "answer_start": [int(a["answer_start"]) for a in answers]}}
+                    yield {
+                        "id": str(qa["id"]),
+                        "question": qa["question"],
+                        "context": paragraph["context"],
+                        "answers": {
+                            "text": [answer["text"] for answer in answers],
+                            "answer_start": [int(a["answer_start"]) for a in answers],
+                        },
+                    }
     except OSError as problem:
         fail(f"cannot read {path}: {problem.strerror}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -182,11 +204,19 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     asked = [question.strip() for question in batch["question"]]
     for name, ids in zip(batch["id"], tokenizer(asked)["input_ids"], strict=True):
         if (room := max_seq_length - 1 - len(ids)) <= doc_stride:  # 1: the last [SEP]
-            fail(f"question {name} leaves {max(room, 0)} of --max_seq_length {max_seq_length} "
-                 f"tokens for its context, which must be more than --doc_stride {doc_stride}")
-    found = tokenizer(asked, batch["context"], truncation="only_second", max_length=max_seq_length,
-                      stride=doc_stride, return_overflowing_tokens=True,
-                      return_offsets_mapping=True)
+            fail(
+                f"question {name} leaves {max(room, 0)} of --max_seq_length {max_seq_length} "
+                f"tokens for its context, which must be more than --doc_stride {doc_stride}"
+            )
+    found = tokenizer(
+        asked,
+        batch["context"],
+        truncation="only_second",
+        max_length=max_seq_length,
+        stride=doc_stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
 
     features = []
     for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
@@ -194,10 +224,18 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
             fail(f"question {batch['id'][row]} has a context without tokens")
         first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
         start, end = find_span(offsets, first, batch["answers"][row])
-        features.append({
-            "input_ids": encoding.ids, "length": len(encoding.ids),
-            "begins": offsets[:, 0], "stops": offsets[:, 1],
-            "first": first, "start": start, "end": end, "owner": owners[row]})
+        features.append(
+            {
+                "input_ids": encoding.ids,
+                "length": len(encoding.ids),
+                "begins": offsets[:, 0],
+                "stops": offsets[:, 1],
+                "first": first,
+                "start": start,
+                "end": end,
+                "owner": owners[row],
+            }
+        )
     return {name: [feature[name] for feature in features] for name in features[0]}
 
 
@@ -213,8 +251,10 @@ def find_span(offsets, first, answers):
         return 0, 0
     # The first token that ends after the answer begins, and the last that begins before it ends: a
     # character may be several tokens, or none.
-    return (first + int(np.searchsorted(stops, start, "right")),
-            first + int(np.searchsorted(begins, stop, "left")) - 1)
+    return (
+        first + int(np.searchsorted(stops, start, "right")),
+        first + int(np.searchsorted(begins, stop, "left")) - 1,
+    )
 
 
 class Features(Dataset):
@@ -247,10 +287,18 @@ class Features(Dataset):
         mask = positions < self.lengths[ids, None]
         in_context = positions >= self.first[ids, None]
         # transformers takes a mask [batch, heads, query, key] as it is
-        inputs = {"input_ids": input_ids, "attention_mask": mask[:, None, None, :],
-                  "token_type_ids": (mask & in_context).int()}
-        return inputs, {"ids": ids, "start": self.start[ids], "end": self.end[ids],
-                        "first": self.first[ids], "last": self.lengths[ids] - 2}
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": mask[:, None, None, :],
+            "token_type_ids": (mask & in_context).int(),
+        }
+        return inputs, {
+            "ids": ids,
+            "start": self.start[ids],
+            "end": self.end[ids],
+            "first": self.first[ids],
+            "last": self.lengths[ids] - 2,
+        }
 
 
 def load_features(questions, tokenizer, args):
@@ -258,17 +306,31 @@ def load_features(questions, tokenizer, args):
     table = datasets.Dataset.from_list(questions)
     sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
     tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
-    key = Hasher.hash([json.dumps(questions), sizes, tokenizer.backend_tokenizer.to_str(),
-                       inspect.getsource(tokenize), inspect.getsource(find_span)])
+    key = Hasher.hash(
+        [
+            json.dumps(questions),
+            sizes,
+            tokenizer.backend_tokenizer.to_str(),
+            inspect.getsource(tokenize),
+            inspect.getsource(find_span),
+        ]
+    )
     file = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key}.arrow"
 
     for again in (False, True):  # a damaged file is made anew
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             found = table.map(
-                tokenize, batched=True, with_indices=True, remove_columns=table.column_names,
-                fn_kwargs={"tokenizer": tokenizer} | sizes, new_fingerprint=key,
-                cache_file_name=str(file), load_from_cache_file=not again, desc="tokenising")
+                tokenize,
+                batched=True,
+                with_indices=True,
+                remove_columns=table.column_names,
+                fn_kwargs={"tokenizer": tokenizer} | sizes,
+                new_fingerprint=key,
+                cache_file_name=str(file),
+                load_from_cache_file=not again,
+                desc="tokenising",
+            )
             if found[-1]["owner"] == len(questions) - 1:
                 break
         except (OSError, ValueError) as problem:
@@ -287,17 +349,28 @@ def load_inputs(args):
         fail(f"cannot load {name}: {problem}; {OFFLINE}")
     if not args.from_scratch:  # rank 0 fetches the weights first
         transformers.utils.cached_file(
-            name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+            name, "model.safetensors", _raise_exceptions_for_missing_entries=False
+        )
     fits = 5 < len(tokenizer) <= config.vocab_size  # without vocab.txt it has 5
     if config.model_type != "bert" or not (tokenizer.is_fast and fits):
-        fail(f"{name} is a {config.model_type} model with a {type(tokenizer).__name__} of "
-             f"{len(tokenizer)} tokens: BERT, and a fast tokenizer that fits, is wanted")
+        fail(
+            f"{name} is a {config.model_type} model with a {type(tokenizer).__name__} of "
+            f"{len(tokenizer)} tokens: BERT, and a fast tokenizer that fits, is wanted"
+        )
     if args.max_seq_length > config.max_position_embeddings:
-        fail(f"--max_seq_length {args.max_seq_length} is more than the "
-             f"{config.max_position_embeddings} positions of {name}")
+        fail(
+            f"--max_seq_length {args.max_seq_length} is more than the "
+            f"{config.max_position_embeddings} positions of {name}"
+        )
     tokenizer.padding_side = tokenizer.truncation_side = "right"
-    return config, tokenizer, *(load_features(read_questions(args, split), tokenizer, args)
-                                for split in ("train", "validation"))
+    return (
+        config,
+        tokenizer,
+        *(
+            load_features(read_questions(args, split), tokenizer, args)
+            for split in ("train", "validation")
+        ),
+    )
 
 
 class EpochSampler(Sampler):
@@ -348,7 +421,8 @@ def load_model(args, config):
             model = kind(config)
         else:
             model, loading = kind.from_pretrained(
-                name, config=config, attn_implementation="sdpa", output_loading_info=True)
+                name, config=config, attn_implementation="sdpa", output_loading_info=True
+            )
             missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
     except Exception as problem:  # as above
         fail(f"cannot load the model {name}: {problem}; --from_scratch needs no weights")
@@ -373,20 +447,27 @@ def span_logits(model, inputs):
 def span_losses(logits, starts, ends):
     """The mean of the start's and the end's cross-entropy, [batch]."""
     start_logits, end_logits = logits.unbind(-1)
-    return (F.cross_entropy(start_logits, starts, reduction="none")
-            + F.cross_entropy(end_logits, ends, reduction="none")) / 2
+    return (
+        F.cross_entropy(start_logits, starts, reduction="none")
+        + F.cross_entropy(end_logits, ends, reduction="none")
+    ) / 2
 
 
 def make_loaders(train_set, eval_set, run):
     """The DataLoaders of both splits; a batch is that of all ranks. The Dataset makes it whole."""
     # Without a generator of its own, a loader draws from dropout's: other masks on resume.
-    options = {"collate_fn": tuple, "generator": torch.Generator(),
-               "pin_memory": torch.cuda.is_available()}
+    options = {
+        "collate_fn": tuple,
+        "generator": torch.Generator(),
+        "pin_memory": torch.cuda.is_available(),
+    }
     sampler = EpochSampler(train_set.lengths, run.global_batch_size, run.args.seed)
     by_length = eval_set.lengths.argsort(descending=True, stable=True).tolist()
     eval_batch = run.args.per_device_eval_batch_size * run.devices
-    return (DataLoader(train_set, run.batch_size, sampler=sampler, **options),
-            DataLoader(eval_set, eval_batch, sampler=by_length, **options))
+    return (
+        DataLoader(train_set, run.batch_size, sampler=sampler, **options),
+        DataLoader(eval_set, eval_batch, sampler=by_length, **options),
+    )
 
 
 # -------- training
@@ -414,7 +495,8 @@ def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, ru
                 accelerator.backward(loss)  # gradients are means over micro-batches and ranks
                 if args.max_grad_norm and accelerator.sync_gradients:
                     run.grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm)
+                        model.parameters(), args.max_grad_norm
+                    )
                 optimizer.step()
                 [learning_rate] = schedule.get_last_lr()
                 schedule.step()
@@ -506,9 +588,15 @@ class SquadMetric(evaluate.Metric):
         text = datasets.Value("string")
         answers = datasets.Sequence({"text": text, "answer_start": datasets.Value("int32")})
         return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=datasets.Features({
-                "predictions": {"id": text, "prediction_text": text},
-                "references": {"id": text, "answers": answers}}))
+            description=self.__doc__,
+            citation="",
+            features=datasets.Features(
+                {
+                    "predictions": {"id": text, "prediction_text": text},
+                    "references": {"id": text, "answers": answers},
+                }
+            ),
+        )
 
     def _compute(self, predictions, references):
         exact, f1, version_2 = [], [], self.config_name == "squad_v2"
@@ -545,12 +633,17 @@ def evaluate_epoch(accelerator, model, loader, run):
     rows = find_answers(accelerator, model, loader, run)
     if rows is not None and accelerator.is_main_process:
         answers = choose_answers(rows, features, version_2)
-        metric = SquadMetric("squad_v2" if version_2 else "squad", keep_in_memory=True,
-                             cache_dir=f"{run.folder}/.evaluate")  # it makes a folder
+        metric = SquadMetric(
+            "squad_v2" if version_2 else "squad",
+            keep_in_memory=True,
+            cache_dir=f"{run.folder}/.evaluate",
+        )  # it makes a folder
         metrics = metric.compute(
             predictions=[{"id": name, "prediction_text": text} for name, text in answers.items()],
-            references=[{key: question[key] for key in ("id", "answers")}
-                        for question in features.questions])
+            references=[
+                {key: question[key] for key in ("id", "answers")} for question in features.questions
+            ],
+        )
         metrics["eval_loss"] = rows[:, 0].double().mean().item()
         partial = run.folder / ".predictions.json"
         text = json.dumps(answers, indent=1, ensure_ascii=False)
@@ -563,8 +656,9 @@ def save_model(accelerator, model, tokenizer, folder):
     """Save the weights, gathered from all ranks, for `from_pretrained`. A collective."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:  # torch.compile puts a prefix before the names
-        weights = {k.replace("_orig_mod.", ""): w.float().cpu().contiguous()
-                   for k, w in weights.items()}
+        weights = {
+            k.replace("_orig_mod.", ""): w.float().cpu().contiguous() for k, w in weights.items()
+        }
         whole = accelerator.unwrap_model(model, keep_torch_compile=False)
         whole.save_pretrained(folder, state_dict=weights)  # after a kill, --resume does it again
         whole.config.architectures = ["BertForQuestionAnswering"]  # not FSDP's
@@ -583,8 +677,11 @@ def describe_tokens(features, run, first_step):
     padded = done.view(-1, run.batch_size // ranks)  # each rank pads its part of a micro-batch
     share = done.sum() / (features.width(padded).sum() * padded.shape[1])
     new, seconds = done[first_step:].sum().item(), run.seconds["train"]
-    return {"tokens": done.sum().item(), "padding_share": round(1 - share.item(), 4),
-            "tokens_per_second": round(new / seconds, 1) if new else None}
+    return {
+        "tokens": done.sum().item(),
+        "padding_share": round(1 - share.item(), 4),
+        "tokens_per_second": round(new / seconds, 1) if new else None,
+    }
 
 
 def describe_workload(args, config, train_set, eval_set):
@@ -600,7 +697,8 @@ def describe_workload(args, config, train_set, eval_set):
         "version_2": args.version_2_with_negative,
         "sequence_length": args.max_seq_length,
         "max_answer_length": args.max_answer_length,
-        "layers": config.num_hidden_layers, "positions": config.max_position_embeddings,
+        "layers": config.num_hidden_layers,
+        "positions": config.max_position_embeddings,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
     }
@@ -621,14 +719,24 @@ def main():
     memory_before = peak_memory()
     model = load_model(args, config)
     if args.prepare_data_only:
-        say(f"the model, {len(train_set.questions)} training questions and "
-            f"{len(eval_set.questions)} validation questions are ready")
+        say(
+            f"the model, {len(train_set.questions)} training questions and "
+            f"{len(eval_set.questions)} validation questions are ready"
+        )
         return
 
     workload = describe_workload(args, config, train_set, eval_set)
-    run = Run(accelerator, strategy, args, memory_before, workload, {
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "activation_checkpointing": args.activation_checkpointing})
+    run = Run(
+        accelerator,
+        strategy,
+        args,
+        memory_before,
+        workload,
+        {
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "activation_checkpointing": args.activation_checkpointing,
+        },
+    )
     if run.found == "completed":
         return
 
@@ -636,10 +744,12 @@ def main():
     if strategy == "dp":  # accelerate has no DataParallel: a thread for each GPU
         model = torch.nn.DataParallel(model.to(accelerator.device))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
+    )
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, run.total_steps)
     model, optimizer, train_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, schedule)
+        model, optimizer, train_loader, schedule
+    )
     eval_loader = accelerator.prepare(eval_loader)  # alone: DeepSpeed reads all batch sizes
     utils.set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
     first_step = run.step  # of this process
@@ -737,8 +847,10 @@ def make_accelerator(args):
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
         dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        log_with="tensorboard" if args.with_tracking else None, project_dir=args.output_dir,
-        rng_types=[])  # each rank knows the order
+        log_with="tensorboard" if args.with_tracking else None,
+        project_dir=args.output_dir,
+        rng_types=[],
+    )  # each rank knows the order
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         fail("each process would train alone: use accelerate launch with a YAML")
 
@@ -767,8 +879,10 @@ class Run:
         self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
         self.steps_per_epoch = workload["samples"] // self.global_batch_size
         if not self.steps_per_epoch:
-            fail(f"the global batch of {self.global_batch_size} is more than all samples: "
-                 "lower --per_device_train_batch_size")
+            fail(
+                f"the global batch of {self.global_batch_size} is more than all samples: "
+                "lower --per_device_train_batch_size"
+            )
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean loss]
@@ -796,25 +910,45 @@ class Run:
         info = Path("/proc/cpuinfo")  # containers may hide it; ARM's has no model
         cpu = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
         workload |= {
-            "precision": state.mixed_precision, "dynamo": state.dynamo_plugin.backend.value.lower(),
+            "precision": state.mixed_precision,
+            "dynamo": state.dynamo_plugin.backend.value.lower(),
             "epochs": None if args.max_train_steps else args.num_epochs,
-            "steps": args.max_train_steps, "max_grad_norm": args.max_grad_norm,
-            "seed": args.seed, "dropout": args.dropout, "learning_rate": args.learning_rate}
+            "steps": args.max_train_steps,
+            "max_grad_norm": args.max_grad_norm,
+            "seed": args.seed,
+            "dropout": args.dropout,
+            "learning_rate": args.learning_rate,
+        }
         # Another number of devices may have the same global batch, but not ZeRO's shards.
         kind = "ddp" if strategy == "baseline" else strategy + f" on {self.devices}" * zero
         same = {"strategy_options": options, "global_batch_size": self.global_batch_size}
         self.settings = {"strategy": kind} | same | workload
-        self.record = record | same | {
-            "script": Path(__file__).name, "strategy": strategy, "workload": workload,
-            "processes": self.accelerator.num_processes, "devices": self.devices,
-            "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else
-            f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
-            "per_device_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
-            "versions": {name: getattr(sys.modules.get(name), "__version__", None)
-                         for name in ("torch", "accelerate", "deepspeed", "transformers")},
-            "dynamo": workload["dynamo"], "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
+        self.record = (
+            record
+            | same
+            | {
+                "script": Path(__file__).name,
+                "strategy": strategy,
+                "workload": workload,
+                "processes": self.accelerator.num_processes,
+                "devices": self.devices,
+                "device_name": torch.cuda.get_device_name()
+                if torch.cuda.is_available()
+                else f"CPU ({cpu[1] if cpu else os.uname().machine})",
+                "threads": torch.get_num_threads(),
+                "per_device_batch_size": args.per_device_train_batch_size,
+                "gradient_accumulation_steps": args.gradient_accumulation_steps,
+                "profiled": args.profile,
+                "argv": sys.argv,
+                "precision": state.mixed_precision,
+                "versions": {
+                    name: getattr(sys.modules.get(name), "__version__", None)
+                    for name in ("torch", "accelerate", "deepspeed", "transformers")
+                },
+                "dynamo": workload["dynamo"],
+                "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            }
+        )
 
     def start(self, optimizer):
         """Resume if need be, say what runs. Returns the context to train in."""
@@ -826,24 +960,37 @@ class Run:
             accelerator.load_state(self.found)
             accelerator.step = 0  # accumulation may have changed
         if self.args.with_tracking:
-            accelerator.init_trackers("tensorboard", vars(self.args), {
-                "tensorboard": {"purge_step": self.step + 1}})
-        say("{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
+            accelerator.init_trackers(
+                "tensorboard", vars(self.args), {"tensorboard": {"purge_step": self.step + 1}}
+            )
+        say(
+            "{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
             "{global_batch_size} samples; results go to {}".format(
-                self.total_steps, self.folder, **self.record))
+                self.total_steps, self.folder, **self.record
+            )
+        )
         told = torch.tensor(1, device=accelerator.device)  # no new one under torch.compile
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # heeded at a sync
             signal.signal(number, lambda *_: setattr(accelerator, "flag_tensor", told))
         self.seconds["startup"], self.line_at = time.time() - BORN, time.time()
         # None: only in a terminal
-        self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
-                        file=sys.stdout, disable=not accelerator.is_main_process or None)
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            leave=False,
+            file=sys.stdout,
+            disable=not accelerator.is_main_process or None,
+        )
         if not self.args.profile:
             return contextlib.nullcontext()
-        return accelerator.profile(utils.ProfileKwargs(
-            activities=sorted({"cpu", accelerator.device.type}),
-            schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
-            output_trace_dir=str(self.folder / "traces")))
+        return accelerator.profile(
+            utils.ProfileKwargs(
+                activities=sorted({"cpu", accelerator.device.type}),
+                schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
+                output_trace_dir=str(self.folder / "traces"),
+            )
+        )
 
     def start_clock(self):
         """Measure training from here to the next sync."""
@@ -855,8 +1002,11 @@ class Run:
         self.step += 1
         if self.profiler:
             self.profiler.step()
-        self.saving = 0 in (self.step % (self.args.checkpointing_steps or self.total_steps),
-                            self.step % self.steps_per_epoch, self.step - self.total_steps)
+        self.saving = 0 in (
+            self.step % (self.args.checkpointing_steps or self.total_steps),
+            self.step % self.steps_per_epoch,
+            self.step - self.total_steps,
+        )
         return self.saving or self.step == self.next_sync
 
     def sync(self, learning_rate):
@@ -906,8 +1056,10 @@ class Run:
                 (link := self.folder / "checkpoints/best").unlink(missing_ok=True)
                 link.symlink_to(self.best[1])
         self.accelerator.log(metrics, self.step)
-        say(f"epoch {len(self.evaluations)}/{self.epochs}: {text}, training loss "
-            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
+        say(
+            f"epoch {len(self.evaluations)}/{self.epochs}: {text}, training loss "
+            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training"
+        )
 
     def fail(self, reason):
         """End a run that broke down. A collective."""
@@ -917,28 +1069,45 @@ class Run:
     def write(self, status):
         """Write run.json, and say how the run ended. A collective."""
         used, alive = os.times(), time.time() - BORN
-        ranks = utils.gather_object([{
-            "rank": self.accelerator.process_index, "host": os.uname().nodename,
-            "real": alive, "user": used.user, "sys": used.system,
-            "train_cpu": self.cpu_seconds / torch.get_num_threads(),
-            "memory_before_mb": self.memory_before, "peak_memory_mb": self.memory}])
+        ranks = utils.gather_object(
+            [
+                {
+                    "rank": self.accelerator.process_index,
+                    "host": os.uname().nodename,
+                    "real": alive,
+                    "user": used.user,
+                    "sys": used.system,
+                    "train_cpu": self.cpu_seconds / torch.get_num_threads(),
+                    "memory_before_mb": self.memory_before,
+                    "peak_memory_mb": self.memory,
+                }
+            ]
+        )
         samples = (self.step - self.warm_step) * self.global_batch_size
         steady = self.seconds["train"] - self.warm_seconds
         self.record |= {
-            "status": status, "resumed_from": self.found, "steps": self.step, "ranks": ranks,
-            "nodes": len({rank["host"] for rank in ranks}), "loss_history": self.loss_history,
+            "status": status,
+            "resumed_from": self.found,
+            "steps": self.step,
+            "ranks": ranks,
+            "nodes": len({rank["host"] for rank in ranks}),
+            "loss_history": self.loss_history,
             "seconds": self.seconds | {"total": alive},
             "samples_per_second": samples / steady if samples > 0 else None,
-            "metrics": self.evaluations[-1] if self.evaluations else None}
+            "metrics": self.evaluations[-1] if self.evaluations else None,
+        }
         if self.accelerator.is_main_process:
             partial = self.folder / ".run.json"  # a kill leaves one whole
             partial.write_text(json.dumps(self.record, indent=1) + "\n")
             partial.replace(self.folder / "run.json")
         if status != "running":
             self.bar.close()
-            say(f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
+            say(
+                f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
                 f"{alive:.1f} s in all; record: {self.folder}/run.json"
-                + "; --resume goes on" * (status != "completed"))
+                + "; --resume goes on"
+                * (status != "completed")
+            )
 
 
 def peak_memory():
@@ -1011,14 +1180,18 @@ def open_folder(run):
                 fail(f"{path} is an earlier version's: go on with that, or change --output_dir")
             old, state, sums = json.loads(text)
             if zlib.crc32(text) != int(value) or sums != {
-                    name: checksum(path / name) for name in sums}:
+                name: checksum(path / name) for name in sums
+            }:
                 raise ValueError("its files have changed")
         except (OSError, ValueError) as damage:
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
             damaged.append(path)
             continue
-        if changes := [f"{name} {old.get(name)} -> {value}"
-                       for name, value in run.settings.items() if old.get(name) != value]:
+        if changes := [
+            f"{name} {old.get(name)} -> {value}"
+            for name, value in run.settings.items()
+            if old.get(name) != value
+        ]:
             fail(f"cannot resume a run with other settings: {', '.join(changes)}")
         for broken in damaged:
             broken.rename(broken.with_suffix(".damaged"))

@@ -36,8 +36,12 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision.datasets import MNIST
 from tqdm import tqdm
 
-BORN = (psutil.Process().create_time() - psutil.boot_time()  # in whole seconds
-        + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+BORN = (
+    psutil.Process().create_time()
+    - psutil.boot_time()  # in whole seconds
+    + time.time()
+    - time.clock_gettime(time.CLOCK_BOOTTIME)
+)
 CORES = sorted(os.sched_getaffinity(0))
 SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
 SYNC_SECONDS = 10  # or about so often, as lines in a log
@@ -47,12 +51,17 @@ CHECKPOINT = "step_" + "[0-9]" * 8  # other names are not ours
 
 def parse_args():
     """The flags of a run. Anything wrong with them ends it with one line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.error = lambda message: fail(f"{message} (--help lists the flags)")
     add = parser.add_argument
-    add("--dataset", choices=["mnist", "digits"], default="mnist",
-        help="mnist: 60,000 images of 28x28; digits: 1,797 of 8x8, no download")
+    add(
+        "--dataset",
+        choices=["mnist", "digits"],
+        default="mnist",
+        help="mnist: 60,000 images of 28x28; digits: 1,797 of 8x8, no download",
+    )
     add("--data_dir", default="data", help="MNIST's files are in, or go to, DATA_DIR/MNIST/raw")
     add("--hidden_size", type=int, default=64, help="size of the LSTM's state")
     add("--prepare_data_only", action="store_true", help="read the data, then stop")
@@ -65,8 +74,11 @@ def parse_args():
     add("--max_grad_norm", type=float, help="clip each step's gradients to this norm")
     add("--dropout", type=float, default=0.1, help="share of activations set to 0")
     add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
-    add("--output_dir", default=time.strftime("runs/mnist_rnn-%Y%m%d-%H%M%S"),
-        help="where results go; all nodes must see it")
+    add(
+        "--output_dir",
+        default=time.strftime("runs/mnist_rnn-%Y%m%d-%H%M%S"),
+        help="where results go; all nodes must see it",
+    )
     add("--checkpointing_steps", type=int, help="save every so many steps, besides each epoch")
     add("--resume", action="store_true", help="go on from OUTPUT_DIR's newest checkpoint, if any")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
@@ -99,7 +111,8 @@ def read_images(args):
     if args.dataset == "digits":
         digits = load_digits()
         train_x, test_x, train_y, test_y = train_test_split(
-            digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target)
+            digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target
+        )
         arrays = train_x.astype("uint8"), train_y, test_x.astype("uint8"), test_y
         return [torch.tensor(array) for array in arrays]
     socket.setdefaulttimeout(20)  # some networks drop packets silently
@@ -108,8 +121,10 @@ def read_images(args):
         return [train.data, train.targets, test.data, test.targets]
     except Exception as problem:
         names = ", ".join(name for name, _ in MNIST.resources)
-        fail(f"cannot read MNIST: {problem!r}; without a network, place {names} in "
-             f"{args.data_dir}/MNIST/raw, or use --dataset digits")
+        fail(
+            f"cannot read MNIST: {problem!r}; without a network, place {names} in "
+            f"{args.data_dir}/MNIST/raw, or use --dataset digits"
+        )
 
 
 def make_loaders(train_x, train_y, test_x, test_y, run):
@@ -118,16 +133,22 @@ def make_loaders(train_x, train_y, test_x, test_y, run):
     mean, std = pixels.mean().item(), pixels.std(correction=0).item()
     train_images, test_images = (
         Images(((x.float() - mean) / std).to(device), y.to(device))
-        for x, y in ((train_x, train_y), (test_x, test_y)))
+        for x, y in ((train_x, train_y), (test_x, test_y))
+    )
     # Any number of processes walks through the same global batches. What fills none is dropped.
-    sampler = RandomSampler(train_images, generator=torch.Generator(),
-                            num_samples=run.steps_per_epoch * run.global_batch_size)
+    sampler = RandomSampler(
+        train_images,
+        generator=torch.Generator(),
+        num_samples=run.steps_per_epoch * run.global_batch_size,
+    )
     sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(run.args.seed + epoch)
     # Without a generator of its own, a loader draws from dropout's: other masks on resume.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
     test_batch = run.args.per_device_eval_batch_size * run.devices
-    return (DataLoader(train_images, run.batch_size, sampler=sampler, **options),
-            DataLoader(test_images, test_batch, **options))
+    return (
+        DataLoader(train_images, run.batch_size, sampler=sampler, **options),
+        DataLoader(test_images, test_batch, **options),
+    )
 
 
 # -------- model
@@ -176,7 +197,8 @@ def train(accelerator, model, optimizer, schedule, train_loader, test_loader, ru
                 accelerator.backward(loss)  # gradients are means over micro-batches and ranks
                 if args.max_grad_norm and accelerator.sync_gradients:
                     run.grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm)
+                        model.parameters(), args.max_grad_norm
+                    )
                 optimizer.step()
                 [learning_rate] = schedule.get_last_lr()
                 schedule.step()
@@ -211,8 +233,10 @@ def evaluate(accelerator, model, loader):
 def save_model(accelerator, model, folder):
     """Save the weights, gathered from all ranks if they are sharded. A collective."""
     weights = accelerator.get_state_dict(model) or {}  # of ZeRO-3, on rank 0 alone
-    weights = {name.replace("_orig_mod.", ""): part.float()  # torch.compile's prefix
-               for name, part in weights.items()}
+    weights = {
+        name.replace("_orig_mod.", ""): part.float()  # torch.compile's prefix
+        for name, part in weights.items()
+    }
     accelerator.save(weights, folder / "model.safetensors", safe_serialization=True)
 
 
@@ -231,14 +255,21 @@ def main():
     model = RowLSTM(train_x.shape[2], args.hidden_size, args.dropout)
     sizes = [weight.numel() for weight in model.parameters()]
     sharded = strategy not in ("baseline", "dp", "ddp")  # autocast leaves an LSTM in fp32
-    run = Run(accelerator, strategy, args, memory_before, {
-        "model": f"lstm-{args.hidden_size}",
-        "dataset": args.dataset,
-        "samples": len(train_y),
-        "eval_samples": len(test_y),
-        "sequence_length": train_x.shape[1],
-        "compute_dtype": accelerator.mixed_precision if sharded else "no"},
-        {"parameters": sum(sizes), "tensors": sizes})
+    run = Run(
+        accelerator,
+        strategy,
+        args,
+        memory_before,
+        {
+            "model": f"lstm-{args.hidden_size}",
+            "dataset": args.dataset,
+            "samples": len(train_y),
+            "eval_samples": len(test_y),
+            "sequence_length": train_x.shape[1],
+            "compute_dtype": accelerator.mixed_precision if sharded else "no",
+        },
+        {"parameters": sum(sizes), "tensors": sizes},
+    )
     if run.found == "completed":
         return
 
@@ -247,9 +278,11 @@ def main():
         model = nn.DataParallel(model.to(accelerator.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, run.total_steps, cycle_momentum=False)
+        optimizer, args.learning_rate, run.total_steps, cycle_momentum=False
+    )
     model, optimizer, train_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, schedule)
+        model, optimizer, train_loader, schedule
+    )
     test_loader = accelerator.prepare(test_loader)  # alone: DeepSpeed reads all batch sizes
     utils.set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
 
@@ -346,8 +379,10 @@ def make_accelerator(args):
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
         dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        log_with="tensorboard" if args.with_tracking else None, project_dir=args.output_dir,
-        rng_types=[])  # each rank knows the order
+        log_with="tensorboard" if args.with_tracking else None,
+        project_dir=args.output_dir,
+        rng_types=[],
+    )  # each rank knows the order
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         fail("each process would train alone: use accelerate launch with a YAML")
 
@@ -376,8 +411,10 @@ class Run:
         self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
         self.steps_per_epoch = workload["samples"] // self.global_batch_size
         if not self.steps_per_epoch:
-            fail(f"the global batch of {self.global_batch_size} is more than all samples: "
-                 "lower --per_device_train_batch_size")
+            fail(
+                f"the global batch of {self.global_batch_size} is more than all samples: "
+                "lower --per_device_train_batch_size"
+            )
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean loss]
@@ -405,25 +442,45 @@ class Run:
         info = Path("/proc/cpuinfo")  # containers may hide it; ARM's has no model
         cpu = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
         workload |= {
-            "precision": state.mixed_precision, "dynamo": state.dynamo_plugin.backend.value.lower(),
+            "precision": state.mixed_precision,
+            "dynamo": state.dynamo_plugin.backend.value.lower(),
             "epochs": None if args.max_train_steps else args.num_epochs,
-            "steps": args.max_train_steps, "max_grad_norm": args.max_grad_norm,
-            "seed": args.seed, "dropout": args.dropout, "learning_rate": args.learning_rate}
+            "steps": args.max_train_steps,
+            "max_grad_norm": args.max_grad_norm,
+            "seed": args.seed,
+            "dropout": args.dropout,
+            "learning_rate": args.learning_rate,
+        }
         # Another number of devices may have the same global batch, but not ZeRO's shards.
         kind = "ddp" if strategy == "baseline" else strategy + f" on {self.devices}" * zero
         same = {"strategy_options": options, "global_batch_size": self.global_batch_size}
         self.settings = {"strategy": kind} | same | workload
-        self.record = record | same | {
-            "script": Path(__file__).name, "strategy": strategy, "workload": workload,
-            "processes": self.accelerator.num_processes, "devices": self.devices,
-            "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else
-            f"CPU ({cpu[1] if cpu else os.uname().machine})", "threads": torch.get_num_threads(),
-            "per_device_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "profiled": args.profile, "argv": sys.argv, "precision": state.mixed_precision,
-            "versions": {name: getattr(sys.modules.get(name), "__version__", None)
-                         for name in ("torch", "accelerate", "deepspeed", "transformers")},
-            "dynamo": workload["dynamo"], "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
+        self.record = (
+            record
+            | same
+            | {
+                "script": Path(__file__).name,
+                "strategy": strategy,
+                "workload": workload,
+                "processes": self.accelerator.num_processes,
+                "devices": self.devices,
+                "device_name": torch.cuda.get_device_name()
+                if torch.cuda.is_available()
+                else f"CPU ({cpu[1] if cpu else os.uname().machine})",
+                "threads": torch.get_num_threads(),
+                "per_device_batch_size": args.per_device_train_batch_size,
+                "gradient_accumulation_steps": args.gradient_accumulation_steps,
+                "profiled": args.profile,
+                "argv": sys.argv,
+                "precision": state.mixed_precision,
+                "versions": {
+                    name: getattr(sys.modules.get(name), "__version__", None)
+                    for name in ("torch", "accelerate", "deepspeed", "transformers")
+                },
+                "dynamo": workload["dynamo"],
+                "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            }
+        )
 
     def start(self, optimizer):
         """Resume if need be, say what runs. Returns the context to train in."""
@@ -435,24 +492,37 @@ class Run:
             accelerator.load_state(self.found)
             accelerator.step = 0  # accumulation may have changed
         if self.args.with_tracking:
-            accelerator.init_trackers("tensorboard", vars(self.args), {
-                "tensorboard": {"purge_step": self.step + 1}})
-        say("{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
+            accelerator.init_trackers(
+                "tensorboard", vars(self.args), {"tensorboard": {"purge_step": self.step + 1}}
+            )
+        say(
+            "{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
             "{global_batch_size} samples; results go to {}".format(
-                self.total_steps, self.folder, **self.record))
+                self.total_steps, self.folder, **self.record
+            )
+        )
         told = torch.tensor(1, device=accelerator.device)  # no new one under torch.compile
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # heeded at a sync
             signal.signal(number, lambda *_: setattr(accelerator, "flag_tensor", told))
         self.seconds["startup"], self.line_at = time.time() - BORN, time.time()
         # None: only in a terminal
-        self.bar = tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False,
-                        file=sys.stdout, disable=not accelerator.is_main_process or None)
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            leave=False,
+            file=sys.stdout,
+            disable=not accelerator.is_main_process or None,
+        )
         if not self.args.profile:
             return contextlib.nullcontext()
-        return accelerator.profile(utils.ProfileKwargs(
-            activities=sorted({"cpu", accelerator.device.type}),
-            schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
-            output_trace_dir=str(self.folder / "traces")))
+        return accelerator.profile(
+            utils.ProfileKwargs(
+                activities=sorted({"cpu", accelerator.device.type}),
+                schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
+                output_trace_dir=str(self.folder / "traces"),
+            )
+        )
 
     def start_clock(self):
         """Measure training from here to the next sync."""
@@ -464,8 +534,11 @@ class Run:
         self.step += 1
         if self.profiler:
             self.profiler.step()
-        self.saving = 0 in (self.step % (self.args.checkpointing_steps or self.total_steps),
-                            self.step % self.steps_per_epoch, self.step - self.total_steps)
+        self.saving = 0 in (
+            self.step % (self.args.checkpointing_steps or self.total_steps),
+            self.step % self.steps_per_epoch,
+            self.step - self.total_steps,
+        )
         return self.saving or self.step == self.next_sync
 
     def sync(self, learning_rate):
@@ -515,8 +588,10 @@ class Run:
                 (link := self.folder / "checkpoints/best").unlink(missing_ok=True)
                 link.symlink_to(self.best[1])
         self.accelerator.log(metrics, self.step)
-        say(f"epoch {len(self.evaluations)}/{self.epochs}: {text}, training loss "
-            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training")
+        say(
+            f"epoch {len(self.evaluations)}/{self.epochs}: {text}, training loss "
+            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training"
+        )
 
     def fail(self, reason):
         """End a run that broke down. A collective."""
@@ -526,28 +601,45 @@ class Run:
     def write(self, status):
         """Write run.json, and say how the run ended. A collective."""
         used, alive = os.times(), time.time() - BORN
-        ranks = utils.gather_object([{
-            "rank": self.accelerator.process_index, "host": os.uname().nodename,
-            "real": alive, "user": used.user, "sys": used.system,
-            "train_cpu": self.cpu_seconds / torch.get_num_threads(),
-            "memory_before_mb": self.memory_before, "peak_memory_mb": self.memory}])
+        ranks = utils.gather_object(
+            [
+                {
+                    "rank": self.accelerator.process_index,
+                    "host": os.uname().nodename,
+                    "real": alive,
+                    "user": used.user,
+                    "sys": used.system,
+                    "train_cpu": self.cpu_seconds / torch.get_num_threads(),
+                    "memory_before_mb": self.memory_before,
+                    "peak_memory_mb": self.memory,
+                }
+            ]
+        )
         samples = (self.step - self.warm_step) * self.global_batch_size
         steady = self.seconds["train"] - self.warm_seconds
         self.record |= {
-            "status": status, "resumed_from": self.found, "steps": self.step, "ranks": ranks,
-            "nodes": len({rank["host"] for rank in ranks}), "loss_history": self.loss_history,
+            "status": status,
+            "resumed_from": self.found,
+            "steps": self.step,
+            "ranks": ranks,
+            "nodes": len({rank["host"] for rank in ranks}),
+            "loss_history": self.loss_history,
             "seconds": self.seconds | {"total": alive},
             "samples_per_second": samples / steady if samples > 0 else None,
-            "metrics": self.evaluations[-1] if self.evaluations else None}
+            "metrics": self.evaluations[-1] if self.evaluations else None,
+        }
         if self.accelerator.is_main_process:
             partial = self.folder / ".run.json"  # a kill leaves one whole
             partial.write_text(json.dumps(self.record, indent=1) + "\n")
             partial.replace(self.folder / "run.json")
         if status != "running":
             self.bar.close()
-            say(f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
+            say(
+                f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
                 f"{alive:.1f} s in all; record: {self.folder}/run.json"
-                + "; --resume goes on" * (status != "completed"))
+                + "; --resume goes on"
+                * (status != "completed")
+            )
 
 
 def peak_memory():
@@ -620,14 +712,18 @@ def open_folder(run):
                 fail(f"{path} is an earlier version's: go on with that, or change --output_dir")
             old, state, sums = json.loads(text)
             if zlib.crc32(text) != int(value) or sums != {
-                    name: checksum(path / name) for name in sums}:
+                name: checksum(path / name) for name in sums
+            }:
                 raise ValueError("its files have changed")
         except (OSError, ValueError) as damage:
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
             damaged.append(path)
             continue
-        if changes := [f"{name} {old.get(name)} -> {value}"
-                       for name, value in run.settings.items() if old.get(name) != value]:
+        if changes := [
+            f"{name} {old.get(name)} -> {value}"
+            for name, value in run.settings.items()
+            if old.get(name) != value
+        ]:
             fail(f"cannot resume a run with other settings: {', '.join(changes)}")
         for broken in damaged:
             broken.rename(broken.with_suffix(".damaged"))

@@ -33,10 +33,19 @@ def load_inputs(args):
     """The script's own config, tokenizer and features: both sides have the same windows."""
     import train_bert_squad as script
 
-    return script.load_inputs(argparse.Namespace(
-        model_name_or_path=args.model, from_scratch=args.from_scratch, train_file=args.train_file,
-        validation_file=args.validation_file, version_2_with_negative=False,
-        max_train_samples=args.questions, max_eval_samples=0, max_seq_length=384, doc_stride=128))
+    return script.load_inputs(
+        argparse.Namespace(
+            model_name_or_path=args.model,
+            from_scratch=args.from_scratch,
+            train_file=args.train_file,
+            validation_file=args.validation_file,
+            version_2_with_negative=False,
+            max_train_samples=args.questions,
+            max_eval_samples=0,
+            max_seq_length=384,
+            doc_stride=128,
+        )
+    )
 
 
 def make_trainer(args, **settings):
@@ -51,13 +60,16 @@ def make_trainer(args, **settings):
     transformers.logging.disable_progress_bar()
     config, tokenizer, features, _ = load_inputs(args)
     columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
-    rows = [{
-        "input_ids": ids,
-        "token_type_ids": [0] * first + [1] * (len(ids) - first),
-        "attention_mask": [1] * len(ids),
-        "start_positions": start,
-        "end_positions": end,
-    } for ids, first, start, end in zip(features.table["input_ids"], *columns, strict=True)]
+    rows = [
+        {
+            "input_ids": ids,
+            "token_type_ids": [0] * first + [1] * (len(ids) - first),
+            "attention_mask": [1] * len(ids),
+            "start_positions": start,
+            "end_positions": end,
+        }
+        for ids, first, start, end in zip(features.table["input_ids"], *columns, strict=True)
+    ]
     pad, shapes = transformers.DataCollatorWithPadding(tokenizer), []
 
     def collate(rows):
@@ -67,13 +79,23 @@ def make_trainer(args, **settings):
 
     transformers.set_seed(0)
     arguments = transformers.TrainingArguments(
-        output_dir=args.output, per_device_train_batch_size=args.batch,
-        learning_rate=args.learning_rate, use_cpu=not args.gpu, bf16=args.gpu,
-        dataloader_pin_memory=args.gpu, report_to="none", save_strategy="no",
-        logging_strategy="no", **settings)
+        output_dir=args.output,
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.learning_rate,
+        use_cpu=not args.gpu,
+        bf16=args.gpu,
+        dataloader_pin_memory=args.gpu,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        **settings,
+    )
     auto = transformers.AutoModelForQuestionAnswering
-    model = (auto.from_config(config) if args.from_scratch else
-             auto.from_pretrained(args.model, config=config))
+    model = (
+        auto.from_config(config)
+        if args.from_scratch
+        else auto.from_pretrained(args.model, config=config)
+    )
     return transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate), shapes
 
 
@@ -104,8 +126,11 @@ def train_by_trainer(args):
     trainer.train()
     assert all(batch == args.batch for batch, _ in shapes), "not the features of the script"
     memory = torch.cuda.max_memory_allocated() / 1e6 if args.gpu else None
-    return {"seconds": stopwatch.seconds, "places": sum(batch * width for batch, width in shapes),
-            "memory": memory}
+    return {
+        "seconds": stopwatch.seconds,
+        "places": sum(batch * width for batch, width in shapes),
+        "memory": memory,
+    }
 
 
 def save_trainers_model(args):
@@ -141,7 +166,8 @@ def answers_at_once(logits, features):
     for start in range(0, len(logits), 32):
         part = slice(start, start + 32)
         score, first, last = script.best_spans(
-            logits[part], features.first[part], features.lengths[part] - 2, 30)
+            logits[part], features.first[part], features.lengths[part] - 2, 30
+        )
         parts.append(torch.stack([score * 0, logits[part, 0].sum(1), score, first, last], 1))
     rows = torch.cat(parts)
     scores = torch.full((len(features.questions),), -torch.inf)
@@ -172,9 +198,14 @@ def answers_by_loops(logits, features, n_best=20, limit=30):
                         continue
                     if end < start or end - start + 1 > limit:
                         continue
-                    found.append({"offsets": (offsets[start][0], offsets[end][1]),
-                                  "score": starts[start] + ends[end],
-                                  "start_logit": starts[start], "end_logit": ends[end]})
+                    found.append(
+                        {
+                            "offsets": (offsets[start][0], offsets[end][1]),
+                            "score": starts[start] + ends[end],
+                            "start_logit": starts[start],
+                            "end_logit": ends[end],
+                        }
+                    )
         found = sorted(found, key=lambda one: one["score"], reverse=True)[:n_best]
         for one in found:
             begin, stop = one.pop("offsets")
@@ -198,17 +229,27 @@ def compare_answers(model_folder, args):
     _, _, _, few = load_inputs(args)
     ids, copies = torch.arange(10_000) % len(few), torch.arange(10_000) // len(few)
     owner = few.owner[ids] + copies * len(few.questions)
-    questions = [question | {"id": f"{question['id']}-{copy}"}
-                 for copy in range(copies.max() + 1) for question in few.questions]
+    questions = [
+        question | {"id": f"{question['id']}-{copy}"}
+        for copy in range(copies.max() + 1)
+        for question in few.questions
+    ]
     table = few.table.select(ids.tolist()).remove_columns("owner").flatten_indices()
     table = table.add_column("owner", owner.tolist())
     many = script.Features(questions[: owner.max() + 1], table, few.key, few.max_width)
     logits = logits_of(model_folder, few)[ids]
     arrays, columns = logits.numpy(), table[:]
-    offsets = [list(zip(*both, strict=True))
-               for both in zip(columns["begins"], columns["stops"], strict=True)]
-    lists = argparse.Namespace(questions=many.questions, owner=columns["owner"], offsets=offsets,
-                               first=columns["first"], lengths=many.lengths.tolist())
+    offsets = [
+        list(zip(*both, strict=True))
+        for both in zip(columns["begins"], columns["stops"], strict=True)
+    ]
+    lists = argparse.Namespace(
+        questions=many.questions,
+        owner=columns["owner"],
+        offsets=offsets,
+        first=columns["first"],
+        lengths=many.lengths.tolist(),
+    )
     ratios = []
     for _ in range(args.repeats):
         clock = time.perf_counter()
@@ -219,8 +260,10 @@ def compare_answers(model_folder, args):
     gains = np.array(our_scores) - np.array(their_scores)
     assert gains.min() >= -1e-5, "the loops found a better span"
     better, same = np.mean(gains > 1e-5), np.mean([ours[key] == theirs[key] for key in ours])
-    return ratios, (f"a better span in {better:.2%} of questions, never a worse one; the same text "
-                    f"in {same:.2%}")
+    return ratios, (
+        f"a better span in {better:.2%} of questions, never a worse one; the same text "
+        f"in {same:.2%}"
+    )
 
 
 def steps_by_turns(args):
@@ -232,11 +275,23 @@ def steps_by_turns(args):
     trainer, _ = make_trainer(args, max_grad_norm=0)
     trainer.current_gradient_accumulation_steps = 1  # as its `train` sets it
     config, _, features, _ = load_inputs(args)
-    model = script.load_model(argparse.Namespace(
-        model_name_or_path=args.model, from_scratch=args.from_scratch, dropout=0.1, seed=0,
-        activation_checkpointing=False), config).to(trainer.args.device).train()
+    model = (
+        script.load_model(
+            argparse.Namespace(
+                model_name_or_path=args.model,
+                from_scratch=args.from_scratch,
+                dropout=0.1,
+                seed=0,
+                activation_checkpointing=False,
+            ),
+            config,
+        )
+        .to(trainer.args.device)
+        .train()
+    )
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
+    )
     trainers = trainer.create_optimizer()
     fields = "start", "end"
 
@@ -291,25 +346,31 @@ def compare_speed(args, batch, train_by_script, trainer):
         assert run["tokens"] == tokens * epochs and run["steps"] * batch == features * epochs
         seconds = [float(found) for found in re.findall(r"([\d.]+) s of training", run["printed"])]
         records.append(run)
-        return {"seconds": run["seconds"]["train"] - (seconds[0] if epochs > 1 else 0),
-                "places": tokens / (1 - run["padding_share"]),
-                "memory": run["ranks"][0]["peak_memory_mb"]}
+        return {
+            "seconds": run["seconds"]["train"] - (seconds[0] if epochs > 1 else 0),
+            "places": tokens / (1 - run["padding_share"]),
+            "memory": run["ranks"][0]["peak_memory_mb"],
+        }
 
     def utilization(seconds):
         """MFU, of the tokens without padding; "" on devices whose peak is not known."""
-        share = comparing.flops_utilization(records[0] | records[0]["workload"] | {
-            "tokens_per_second": tokens / seconds})
+        share = comparing.flops_utilization(
+            records[0] | records[0]["workload"] | {"tokens_per_second": tokens / seconds}
+        )
         return f"{share:.1%}" if share else ""
 
     sides = {
         SCRIPT: script,
         "Trainer, random order (its default)": lambda: trainer("trainer", batch, questions),
-        "Trainer, grouped by length": lambda: trainer("trainer", batch, questions, "--grouped")}
+        "Trainer, grouped by length": lambda: trainer("trainer", batch, questions, "--grouped"),
+    }
     if args.compile:
         sides |= {
             f"{SCRIPT}, compiled": lambda: script(2, dynamo="inductor"),
-            "Trainer, grouped by length, compiled":
-                lambda: trainer("trainer", batch, questions, "--grouped", "--compiled")}
+            "Trainer, grouped by length, compiled": lambda: trainer(
+                "trainer", batch, questions, "--grouped", "--compiled"
+            ),
+        }
     runs_of = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, run_side in sides.items():
@@ -320,24 +381,34 @@ def compare_speed(args, batch, train_by_script, trainer):
         median, low, high = statistics.median(values), min(values), max(values)
         return f"{median:{digits}} ({low:{digits}} to {high:{digits}})"
 
-    print(f"\nBatch {batch}: {features} features of {questions} questions, {tokens:,} tokens "
-          f"without padding, {args.repeats} times\n")
-    print("| side | features/s | tokens/s | tokens and padding/s | padding | the script / this "
-          "| MFU | peak MB |\n|---|---|---|---|---|---|---|---|")
+    print(
+        f"\nBatch {batch}: {features} features of {questions} questions, {tokens:,} tokens "
+        f"without padding, {args.repeats} times\n"
+    )
+    print(
+        "| side | features/s | tokens/s | tokens and padding/s | padding | the script / this "
+        "| MFU | peak MB |\n|---|---|---|---|---|---|---|---|"
+    )
     for name, runs in runs_of.items():
         rates = [[amount / run["seconds"] for run in runs] for amount in (features, tokens)]
         rates += [[run["places"] / run["seconds"] for run in runs]]
         padding = statistics.median(1 - tokens / run["places"] for run in runs)
-        faster = [run["seconds"] / own["seconds"]
-                  for run, own in zip(runs, runs_of[SCRIPT], strict=True)]
+        faster = [
+            run["seconds"] / own["seconds"] for run, own in zip(runs, runs_of[SCRIPT], strict=True)
+        ]
         share = utilization(statistics.median(run["seconds"] for run in runs))
         memory = f"{max(run['memory'] for run in runs):,.0f}" if args.gpu else ""
-        print(f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} | "
-              f"{share} | {memory} |", flush=True)
+        print(
+            f"| {name} | {' | '.join(map(spread, rates))} | {padding:.1%} | {spread(faster)} | "
+            f"{share} | {memory} |",
+            flush=True,
+        )
     if not args.gpu:
         low, median, high = statistics.quantiles(trainer("steps", batch, questions), n=4)
-        print("\nThe same batches by turns in one process, a step of Trainer / of the script: "
-              f"median {median:.3f}, half of the steps {low:.3f} to {high:.3f}.")
+        print(
+            "\nThe same batches by turns in one process, a step of Trainer / of the script: "
+            f"median {median:.3f}, half of the steps {low:.3f} to {high:.3f}."
+        )
 
 
 def compare_scores(args, train_by_script, trainer):
@@ -352,8 +423,10 @@ def compare_scores(args, train_by_script, trainer):
         metric = script.SquadMetric("squad", keep_in_memory=True)
         trainer_f1 = metric.compute(
             predictions=[{"id": name, "prediction_text": text} for name, text in answers.items()],
-            references=[{key: question[key] for key in ("id", "answers")}
-                        for question in features.questions])["f1"]
+            references=[
+                {key: question[key] for key in ("id", "answers")} for question in features.questions
+            ],
+        )["f1"]
         f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
         row("an epoch at batch 8: F1 of the script", [f1], "")
         row("... F1 of Trainer", [trainer_f1], "")
@@ -365,7 +438,8 @@ def compare_scores(args, train_by_script, trainer):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--gpu", action="store_true", help="compare speed on one GPU, in bf16")
     add("--model", default="google-bert/bert-base-uncased", help="a BERT, as --model_name_or_path")
@@ -373,12 +447,20 @@ def main():
     add("--train_file", help="SQuAD's training questions (without: from the Hub)")
     add("--validation_file", help="SQuAD's validation questions")
     add("--repeats", type=int, default=3, help="of each comparison (default: %(default)s)")
-    add("--batches", type=int, nargs="*",
-        help="batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)")
+    add(
+        "--batches",
+        type=int,
+        nargs="*",
+        help="batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)",
+    )
     add("--questions", type=int, help="to compare speed on (default: 600; with --gpu: 4000)")
     add("--compile", action="store_true", help="also compare speed by torch.compile")
-    add("--epoch_questions", type=int, default=4000,
-        help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)")
+    add(
+        "--epoch_questions",
+        type=int,
+        default=4000,
+        help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)",
+    )
     add("--learning_rate", type=float, default=1e-4)
     add("--role", choices=ROLES, help=argparse.SUPPRESS)
     add("--batch", type=int, help=argparse.SUPPRESS)
@@ -397,26 +479,64 @@ def main():
     if args.gpu and not torch.cuda.is_available():
         return print("skipped: torch sees no GPU here, so nothing was measured on one")
     cores = len(os.sched_getaffinity(0))
-    os.environ |= {"OMP_NUM_THREADS": str(cores), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-                   "CUDA_VISIBLE_DEVICES": "0" if args.gpu else ""}
+    os.environ |= {
+        "OMP_NUM_THREADS": str(cores),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "CUDA_VISIBLE_DEVICES": "0" if args.gpu else "",
+    }
     inputs = ["--train_file", args.train_file, "--validation_file", args.validation_file]
     inputs = (inputs if args.train_file else []) + ["--from_scratch"] * args.from_scratch
 
     def trainer(name, batch, questions, *flags):
-        return role(__file__, name, "--model", args.model, *inputs, "--batch", batch,
-                    "--questions", questions, "--learning_rate", args.learning_rate,
-                    *["--gpu"] * args.gpu, *flags)
+        return role(
+            __file__,
+            name,
+            "--model",
+            args.model,
+            *inputs,
+            "--batch",
+            batch,
+            "--questions",
+            questions,
+            "--learning_rate",
+            args.learning_rate,
+            *["--gpu"] * args.gpu,
+            *flags,
+        )
 
     def train_by_script(batch, questions, eval_questions=1, epochs=1, dynamo="no"):
-        return record("baseline", SCRIPT, "--model_name_or_path", args.model, *inputs,
-                      "--max_train_samples", questions, "--max_eval_samples", eval_questions,
-                      "--per_device_train_batch_size", batch, "--learning_rate", args.learning_rate,
-                      "--num_epochs", epochs, precision="bf16" if args.gpu else "no",
-                      dynamo=dynamo)
+        return record(
+            "baseline",
+            SCRIPT,
+            "--model_name_or_path",
+            args.model,
+            *inputs,
+            "--max_train_samples",
+            questions,
+            "--max_eval_samples",
+            eval_questions,
+            "--per_device_train_batch_size",
+            batch,
+            "--learning_rate",
+            args.learning_rate,
+            "--num_epochs",
+            epochs,
+            precision="bf16" if args.gpu else "no",
+            dynamo=dynamo,
+        )
 
     def train_lstm(batch):
-        run = record("baseline", "train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", 60,
-                     "--per_device_train_batch_size", batch, precision="bf16")
+        run = record(
+            "baseline",
+            "train_mnist_rnn.py",
+            "--dataset",
+            "digits",
+            "--num_epochs",
+            60,
+            "--per_device_train_batch_size",
+            batch,
+            precision="bf16",
+        )
         row(f"LSTM on digits, batch {batch}", [run["samples_per_second"]], "samples/s")
 
     where = torch.cuda.get_device_name() if args.gpu else f"{cores} CPU cores, {cores} threads"

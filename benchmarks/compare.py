@@ -52,7 +52,8 @@ def main():
     if sys.argv[1:2] == ["--role"]:
         return load_only(*sys.argv[2:])
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("other", type=Path, help="another checkout of this repository")
     add("--data_dir", help="where MNIST is (without: scikit-learn's digits)")
@@ -71,11 +72,22 @@ def main():
         commands[mnist][:2] = ["--data_dir", Path(args.data_dir).resolve()]
     if args.model:
         model, train, validation = (
-            Path(name).resolve() for name in (args.model, args.train_file, args.validation_file))
+            Path(name).resolve() for name in (args.model, args.train_file, args.validation_file)
+        )
         commands[bert] = [
-            "--model_name_or_path", model, "--train_file", train, "--validation_file", validation,
-            "--max_train_samples", 600, "--max_eval_samples", 1,
-            "--per_device_train_batch_size", 8]
+            "--model_name_or_path",
+            model,
+            "--train_file",
+            train,
+            "--validation_file",
+            validation,
+            "--max_train_samples",
+            600,
+            "--max_eval_samples",
+            1,
+            "--per_device_train_batch_size",
+            8,
+        ]
 
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, one thread a process\n")
     print("| what | median | from to | target |\n|---|---|---|---|")
@@ -86,7 +98,8 @@ def main():
                 cpu = {}
                 for times, root in ((others, args.other), (ours, ROOT))[:: 1 - 2 * (pair % 2)]:
                     run = record(
-                        strategy, script, *flags, "--max_train_steps", STEPS[script], root=root)
+                        strategy, script, *flags, "--max_train_steps", STEPS[script], root=root
+                    )
                     times.append(1000 * run["seconds"]["train"] / STEPS[script])
                     cpu[root] = sum(rank["train_cpu"] for rank in run["ranks"])
                 ratios.append(cpu[args.other] / cpu[ROOT])

@@ -32,7 +32,8 @@ def run(folder, *flags, strategy=None, processes=1):
     command = [sys.executable, *words, SCRIPT, "--from_scratch", "--output_dir", folder, *flags]
     began = time.time()
     process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     problems = process.stderr.read().decode()
     _, code, usage = os.wait4(process.pid, 0)  # of this child alone, with those it waited for
     if code:
@@ -58,21 +59,35 @@ def first_questions(source, count, file):
 
 def with_the_questions(args, folder):
     """A table: start-up and peak memory of a process, at first and from the cache."""
-    print("| questions | windows | first start | peak memory | cached start | peak memory |\n"
-          "|---|---|---|---|---|---|")
+    print(
+        "| questions | windows | first start | peak memory | cached start | peak memory |\n"
+        "|---|---|---|---|---|---|"
+    )
     few = first_questions(args.train_file, 100, folder / "few.json")[1]
     for count in args.questions:
         os.environ["HF_HOME"] = str(folder / f"cache-{count}")
-        flags = [*first_questions(args.train_file, count, folder / f"{count}.json"),
-                 "--validation_file", few, "--model_name_or_path", TINY, "--max_train_steps", 1]
+        flags = [
+            *first_questions(args.train_file, count, folder / f"{count}.json"),
+            "--validation_file",
+            few,
+            "--model_name_or_path",
+            TINY,
+            "--max_train_steps",
+            1,
+        ]
         cells = []
         for start in range(1 + args.repeats):
             record, _, peak = run(folder / f"data-{count}-{start}", *flags)
             cells.append((record["seconds"]["startup"], peak))
-        first, cached = cells[0], [statistics.median(values)
-                                   for values in zip(*cells[1:], strict=True)]
-        print(f"| {count:,} | {record['workload']['samples']:,} | {first[0]:.1f} s | "
-              f"{first[1]:,.0f} MB | {cached[0]:.1f} s | {cached[1]:,.0f} MB |", flush=True)
+        first, cached = (
+            cells[0],
+            [statistics.median(values) for values in zip(*cells[1:], strict=True)],
+        )
+        print(
+            f"| {count:,} | {record['workload']['samples']:,} | {first[0]:.1f} s | "
+            f"{first[1]:,.0f} MB | {cached[0]:.1f} s | {cached[1]:,.0f} MB |",
+            flush=True,
+        )
     return flags
 
 
@@ -87,15 +102,25 @@ def with_the_processes(args, folder):
     """A table: from `accelerate launch` to the first step, from the cache."""
     print("\n| processes | the launcher | imports | the rest | in all |\n|---|---|---|---|---|")
     few = first_questions(args.train_file, 1000, folder / "1000.json")
-    flags = [*few, "--validation_file", few[1], "--max_eval_samples", 100,
-             "--model_name_or_path", TINY, "--max_train_steps", 1]
+    flags = [
+        *few,
+        "--validation_file",
+        few[1],
+        "--max_eval_samples",
+        100,
+        "--model_name_or_path",
+        TINY,
+        "--max_train_steps",
+        1,
+    ]
     for processes in (1, 2, 4):
         cells = []
         for repeat in range(args.repeats):
             words = [*launcher("ddp"), "--num_processes", str(processes)]
             imports = role(__file__, launcher=words)
-            record, seconds, _ = run(folder / f"ddp-{processes}-{repeat}", *flags, strategy="ddp",
-                                     processes=processes)
+            record, seconds, _ = run(
+                folder / f"ddp-{processes}-{repeat}", *flags, strategy="ddp", processes=processes
+            )
             start, outside = record["seconds"]["startup"], seconds - record["seconds"]["total"]
             cells.append((outside, imports, start - imports, outside + start))
         row = [f"{statistics.median(column):.1f} s" for column in zip(*cells, strict=True)]
@@ -104,17 +129,34 @@ def with_the_processes(args, folder):
 
 def with_the_checkpoint(args, folder):
     """A table: what it takes to save a checkpoint and to resume from it, checksums included."""
-    print("\n| strategy, 2 processes | checkpoint | a save | a resumption | per 100 MB: save | "
-          "resume |\n|---|---|---|---|---|---|")
+    print(
+        "\n| strategy, 2 processes | checkpoint | a save | a resumption | per 100 MB: save | "
+        "resume |\n|---|---|---|---|---|---|"
+    )
     few = first_questions(args.train_file, 100, folder / "few.json")
-    data = [*few, "--validation_file", few[1], "--max_eval_samples", 10, "--max_seq_length", 128,
-            "--doc_stride", 32, "--per_device_train_batch_size", 1]
+    data = [
+        *few,
+        "--validation_file",
+        few[1],
+        "--max_eval_samples",
+        10,
+        "--max_seq_length",
+        128,
+        "--doc_stride",
+        32,
+        "--per_device_train_batch_size",
+        1,
+    ]
     for strategy in ("ddp", "fsdp", "zero3"):
         for hidden in args.hidden_sizes:
             model = folder / f"bert-{hidden}"
             shutil.copytree(TINY, model, dirs_exist_ok=True)
-            sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden,
-                     "num_hidden_layers": 6, "num_attention_heads": 8}
+            sizes = {
+                "hidden_size": hidden,
+                "intermediate_size": 4 * hidden,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 8,
+            }
             config = json.loads((TINY / "config.json").read_text()) | sizes
             (model / "config.json").write_text(json.dumps(config))
             name, flags = folder / f"{strategy}-{hidden}", [*data, "--model_name_or_path", model]
@@ -122,11 +164,20 @@ def with_the_checkpoint(args, folder):
             def outside_of_steps(often, *more, name=name, flags=flags, strategy=strategy):
                 """Seconds of the start, and of what is no start, no step and no evaluation."""
                 record, _, _ = run(
-                    name.with_suffix(f".{often}"), *flags, "--max_train_steps", 9,
-                    "--checkpointing_steps", often, *more, strategy=strategy, processes=2)
+                    name.with_suffix(f".{often}"),
+                    *flags,
+                    "--max_train_steps",
+                    9,
+                    "--checkpointing_steps",
+                    often,
+                    *more,
+                    strategy=strategy,
+                    processes=2,
+                )
                 spent = record["seconds"]
                 return spent["startup"], spent["total"] - sum(
-                    spent[key] for key in ("startup", "train", "eval"))
+                    spent[key] for key in ("startup", "train", "eval")
+                )
 
             kept, cells = name.with_suffix(".1"), []
             for _ in range(args.repeats):
@@ -142,19 +193,26 @@ def with_the_checkpoint(args, folder):
                 shutil.rmtree(kept)
                 shutil.rmtree(name.with_suffix(".9"))
             save, resume = (statistics.median(column) for column in zip(*cells, strict=True))
-            print(f"| {strategy} | {100 * size:,.0f} MB | {save:.2f} s | {resume:.2f} s | "
-                  f"{save / size:.2f} s | {resume / size:.2f} s |", flush=True)
+            print(
+                f"| {strategy} | {100 * size:,.0f} MB | {save:.2f} s | {resume:.2f} s | "
+                f"{save / size:.2f} s | {resume / size:.2f} s |",
+                flush=True,
+            )
 
 
-TABLES = {"questions": with_the_questions, "processes": with_the_processes,
-          "checkpoint": with_the_checkpoint}
+TABLES = {
+    "questions": with_the_questions,
+    "processes": with_the_processes,
+    "checkpoint": with_the_checkpoint,
+}
 
 
 def main():
     if sys.argv[1:] == ["--role"]:
         return time_imports()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--train_file", required=True, help="SQuAD's training questions")
     add("--questions", type=int, nargs="+", default=[1000, 10_000, 87_599], help="of the rows")

@@ -28,15 +28,42 @@ from reporting import comparing, links, page, prediction, records  # noqa: E402
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 DATA = "tests/data/squad_v1.json"
-TINY = ["train_bert_squad.py", "--model_name_or_path", "tests/data/tiny_bert", "--from_scratch",
-        "--train_file", DATA, "--validation_file", DATA, "--max_train_samples", "112",
-        "--learning_rate", "1e-3", "--dropout", "0", "--per_device_train_batch_size", "8"]
-WORKS = {"mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "20"],
-         "bert": [*TINY, "--num_epochs", "8"]}
-COLUMNS = ["script", "link", "strategy", "gradient_accumulation_steps", "repeats", "spread",
-           "samples_per_second", "step_seconds", *prediction.PREDICTED]
-ACCUMULATED = {"bert-accumulated": [*TINY, "--gradient_accumulation_steps", "4",
-                                    "--num_epochs", "45"]}
+TINY = [
+    "train_bert_squad.py",
+    "--model_name_or_path",
+    "tests/data/tiny_bert",
+    "--from_scratch",
+    "--train_file",
+    DATA,
+    "--validation_file",
+    DATA,
+    "--max_train_samples",
+    "112",
+    "--learning_rate",
+    "1e-3",
+    "--dropout",
+    "0",
+    "--per_device_train_batch_size",
+    "8",
+]
+WORKS = {
+    "mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "20"],
+    "bert": [*TINY, "--num_epochs", "8"],
+}
+COLUMNS = [
+    "script",
+    "link",
+    "strategy",
+    "gradient_accumulation_steps",
+    "repeats",
+    "spread",
+    "samples_per_second",
+    "step_seconds",
+    *prediction.PREDICTED,
+]
+ACCUMULATED = {
+    "bert-accumulated": [*TINY, "--gradient_accumulation_steps", "4", "--num_epochs", "45"]
+}
 
 
 def submit(cluster, nodes, folder, *words):
@@ -49,9 +76,18 @@ def submit(cluster, nodes, folder, *words):
             return
     env = {"OMP_NUM_THREADS": "1", "PROCESSES_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    job = cluster.submit(f"--nodes={nodes}", "--gres=none", "--cpus-per-task=1", "--time=20",
-                         f"--output={folder}.log", *words, "--output_dir", str(folder),
-                         cwd=ROOT, env=env)
+    job = cluster.submit(
+        f"--nodes={nodes}",
+        "--gres=none",
+        "--cpus-per-task=1",
+        "--time=20",
+        f"--output={folder}.log",
+        *words,
+        "--output_dir",
+        str(folder),
+        cwd=ROOT,
+        env=env,
+    )
     assert cluster.wait(job, 1200) == "COMPLETED", f"{folder}.log"
 
 
@@ -71,8 +107,10 @@ def predictions(folder, link):
     rows, _ = records.read_runs(folder)
     cells = comparing.make_cells(pd.DataFrame(rows, columns=records.NAMES))
     found = links.find_links(folder)
-    groups = [group.join(prediction.predict_cells(group, found))
-              for _, group in cells.groupby(records.SAME_WORK, dropna=False, sort=False)]
+    groups = [
+        group.join(prediction.predict_cells(group, found))
+        for _, group in cells.groupby(records.SAME_WORK, dropna=False, sort=False)
+    ]
     found = pd.concat(groups).assign(link=link)
     return found[found["predicted_step_seconds"].notna()]
 
@@ -92,9 +130,13 @@ def wrong_orders(cells):
     order.
     """
     rows = cells.to_dict("records")
-    return [f"{a['strategy']} before {b['strategy']}" for a in rows for b in rows
-            if 1.25 * a["step_seconds"] < b["step_seconds"]
-            and a["predicted_step_seconds"] > b["predicted_step_seconds"]]
+    return [
+        f"{a['strategy']} before {b['strategy']}"
+        for a in rows
+        for b in rows
+        if 1.25 * a["step_seconds"] < b["step_seconds"]
+        and a["predicted_step_seconds"] > b["predicted_step_seconds"]
+    ]
 
 
 def main():
@@ -113,17 +155,32 @@ def main():
     found[COLUMNS].to_csv(folder / "links.csv", index=False)
     miss = found["predicted_step_seconds"] / found["step_seconds"] - 1
     batches = found["gradient_accumulation_steps"].astype(int)
-    print(page.table({
-        "script": found["script"], "link": found["link"], "micro-batches": batches,
-        "strategy": found["strategy"], "runs": found["repeats"],
-        "predicted ms": page.show(found["predicted_step_seconds"] * 1000, "{:.1f}"),
-        "measured ms": page.show(found["step_seconds"] * 1000, "{:.1f}"),
-        "repeats differ by": page.show(found["spread"], "{:.0%}"),
-        "samples/s": page.show(found["samples_per_second"], "{:,.0f}"),
-        "miss": page.show(miss, "{:+.0%}")}))
+    print(
+        page.table(
+            {
+                "script": found["script"],
+                "link": found["link"],
+                "micro-batches": batches,
+                "strategy": found["strategy"],
+                "runs": found["repeats"],
+                "predicted ms": page.show(found["predicted_step_seconds"] * 1000, "{:.1f}"),
+                "measured ms": page.show(found["step_seconds"] * 1000, "{:.1f}"),
+                "repeats differ by": page.show(found["spread"], "{:.0%}"),
+                "samples/s": page.show(found["samples_per_second"], "{:,.0f}"),
+                "miss": page.show(miss, "{:+.0%}"),
+            }
+        )
+    )
     for name, cells in found.groupby(["script", "link", "gradient_accumulation_steps"], sort=False):
-        print(*name, "measured:", order_of(cells, "step_seconds"), "predicted:",
-              order_of(cells, "predicted_step_seconds"), "wrong:", wrong_orders(cells) or "none")
+        print(
+            *name,
+            "measured:",
+            order_of(cells, "step_seconds"),
+            "predicted:",
+            order_of(cells, "predicted_step_seconds"),
+            "wrong:",
+            wrong_orders(cells) or "none",
+        )
     inside = (miss.abs() <= 0.25).sum()
     print(f"{inside} of {len(miss)} predictions are within 25 %")
 
@@ -139,10 +196,28 @@ def measure(folder, repeats, links):
             train(cluster, 1, folder / "one", ACCUMULATED, 1, ["baseline", "ddp", "fsdp", "zero2"])
             for link in links:
                 for node in cluster.nodes:
-                    cluster.on(node, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf",
-                               "rate", link, "burst", LINKS[link], "latency", "50ms")
-                shutil.copytree(folder / "one", folder / link, dirs_exist_ok=True,
-                                ignore=shutil.ignore_patterns("checkpoints", "model.safetensors"))
+                    cluster.on(
+                        node,
+                        "tc",
+                        "qdisc",
+                        "replace",
+                        "dev",
+                        "eth0",
+                        "root",
+                        "tbf",
+                        "rate",
+                        link,
+                        "burst",
+                        LINKS[link],
+                        "latency",
+                        "50ms",
+                    )
+                shutil.copytree(
+                    folder / "one",
+                    folder / link,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("checkpoints", "model.safetensors"),
+                )
                 for repeat in range(repeats):
                     check = folder / link / f"check-2x1-r{repeat + 1}"
                     submit(cluster, 2, check, "sbatch/check.sh")

@@ -58,10 +58,17 @@ def bare_epoch(data_dir):
     import train_mnist_rnn as script
 
     data = script.read_images(argparse.Namespace(dataset="mnist", data_dir=data_dir))
-    loader, _ = script.make_loaders(*data, argparse.Namespace(
-        accelerator=argparse.Namespace(device="cpu"), devices=1, batch_size=64,
-        global_batch_size=64, steps_per_epoch=STEPS,
-        args=argparse.Namespace(seed=0, per_device_eval_batch_size=1000)))
+    loader, _ = script.make_loaders(
+        *data,
+        argparse.Namespace(
+            accelerator=argparse.Namespace(device="cpu"),
+            devices=1,
+            batch_size=64,
+            global_batch_size=64,
+            steps_per_epoch=STEPS,
+            args=argparse.Namespace(seed=0, per_device_eval_batch_size=1000),
+        ),
+    )
     loader.sampler.set_epoch(0)
     images, ids = loader.dataset, list(loader.sampler)
     return train_by_hand(images.__getitems__(ids[i : i + 64]) for i in range(0, len(ids), 64))
@@ -89,7 +96,8 @@ ROLES = {"loader": loader_epoch, "bare": bare_epoch, "sync": sync_milliseconds}
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data_dir", default="data", help="as in train_mnist_rnn.py")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of each comparison")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
@@ -105,11 +113,16 @@ def main():
 
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
     print("| what | median | from to | target |\n|---|---|---|---|")
-    accuracies = [100 * script("baseline", "--seed", seed)["metrics"]["accuracy"]
-                  for seed in range(3)]
+    accuracies = [
+        100 * script("baseline", "--seed", seed)["metrics"]["accuracy"] for seed in range(3)
+    ]
     mean = statistics.mean(accuracies)
-    row(f"test accuracy with the defaults, seeds 0 to 2 (mean {mean:.2f} %)", accuracies, "%",
-        "mean >= 98.5 %")
+    row(
+        f"test accuracy with the defaults, seeds 0 to 2 (mean {mean:.2f} %)",
+        accuracies,
+        "%",
+        "mean >= 98.5 %",
+    )
 
     epoch = ["--max_train_steps", STEPS]
     ours, loader, bare = [], [], []
@@ -136,8 +149,9 @@ def main():
         row("... of two processes at once, each on its own", apart, "times", "")
 
     step_ms = 1000 * statistics.median(ours) / STEPS
-    share = [100 * role(__file__, "sync", launcher=launcher("ddp")) / (50 * step_ms)
-             for _ in repeats]
+    share = [
+        100 * role(__file__, "sync", launcher=launcher("ddp")) / (50 * step_ms) for _ in repeats
+    ]
     row("agreeing on whether to stop, of the training time", share, "%", "< 1 %")
 
 

@@ -13,8 +13,15 @@ sys.path.insert(0, str(ROOT))
 
 def launcher(strategy):
     """The words of `accelerate launch` with a strategy's YAML, between python and a script."""
-    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0",
-            "--config_file", f"accelerate_configs/{strategy}.yaml"]
+    return [
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--main_process_port",
+        "0",
+        "--config_file",
+        f"accelerate_configs/{strategy}.yaml",
+    ]
 
 
 def record(strategy, script, *flags, root=ROOT, precision="no", dynamo="no"):
@@ -22,8 +29,18 @@ def record(strategy, script, *flags, root=ROOT, precision="no", dynamo="no"):
     what it "printed".
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launcher(strategy), "--mixed_precision", precision,
-                   "--dynamo_backend", dynamo, script, "--output_dir", folder, *map(str, flags)]
+        command = [
+            sys.executable,
+            *launcher(strategy),
+            "--mixed_precision",
+            precision,
+            "--dynamo_backend",
+            dynamo,
+            script,
+            "--output_dir",
+            folder,
+            *map(str, flags),
+        ]
         done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
         return json.loads((Path(folder) / "run.json").read_text()) | {"printed": done.stdout}
 

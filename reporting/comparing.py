@@ -93,14 +93,32 @@ def make_cells(runs):
         row = dict(zip(SAME_WORK + CELL, values, strict=True))
         row |= {name: repeats[name].median() for name in FIGURES}
         row |= {name: middle[name] for name in OF_MEDIAN_RUN}
-        rows.append(row | {
-            "repeats": len(repeats), "fastest": repeats["seconds"].min(),
-            "slowest": repeats["seconds"].max(), "losses": list(repeats["loss_history"]),
-            "lowest_rate": repeats["samples_per_second"].min(),
-            "highest_rate": repeats["samples_per_second"].max()})
-    cells = pd.DataFrame(rows, columns=[
-        *SAME_WORK, *CELL, *FIGURES, *OF_MEDIAN_RUN, "repeats", "fastest", "slowest",
-        "lowest_rate", "highest_rate", "losses"])  # fmt: skip
+        rows.append(
+            row
+            | {
+                "repeats": len(repeats),
+                "fastest": repeats["seconds"].min(),
+                "slowest": repeats["seconds"].max(),
+                "losses": list(repeats["loss_history"]),
+                "lowest_rate": repeats["samples_per_second"].min(),
+                "highest_rate": repeats["samples_per_second"].max(),
+            }
+        )
+    cells = pd.DataFrame(
+        rows,
+        columns=[
+            *SAME_WORK,
+            *CELL,
+            *FIGURES,
+            *OF_MEDIAN_RUN,
+            "repeats",
+            "fastest",
+            "slowest",
+            "lowest_rate",
+            "highest_rate",
+            "losses",
+        ],
+    )
     cells["step_seconds"] = (cells["global_batch_size"] / cells["samples_per_second"]).astype(float)
     warm = (cells["trained_steps"] // 2).clip(upper=WARMUP_STEPS)
     cells["steady_steps"] = (cells["trained_steps"] - warm).where(cells["step_seconds"].notna())
@@ -134,8 +152,14 @@ def add_speedups(cells):
             basis, *times = "training", *cell[["seconds", "slowest", "fastest"]]
             base, *ends = baseline[["seconds", "fastest", "slowest"]]
         gain, low, high = (speedup(base, seconds) for seconds in times)
-        found = {"fixed": fixed, "basis": basis, "speedup": gain, "speedup_low": low,
-                 "speedup_high": high, "efficiency": efficiency(gain, cell["devices"])}
+        found = {
+            "fixed": fixed,
+            "basis": basis,
+            "speedup": gain,
+            "speedup_low": low,
+            "speedup_high": high,
+            "efficiency": efficiency(gain, cell["devices"]),
+        }
         cells.loc[i, list(found)] = list(found.values())
         cells.loc[i, SURE] = [times[1] < ends[0], times[2] > ends[1]]
 
@@ -151,7 +175,9 @@ def name_variants(cells):
         if len(twins) > 1:  # of one shape, with other batches
             shown[twins.index] += [
                 f", batch {twin['per_device_batch_size']:.0f} x "
-                f"{twin['gradient_accumulation_steps']:.0f}" for _, twin in twins.iterrows()]
+                f"{twin['gradient_accumulation_steps']:.0f}"
+                for _, twin in twins.iterrows()
+            ]
     return shown
 
 
@@ -160,10 +186,18 @@ def differing_options(options):
     " (offload: true)", or "".
     """
     variants = [json.loads(text) if isinstance(text, str) else {} for text in options]
-    differ = sorted({key for variant in variants for key in variant
-                     if any(other.get(key) != variant[key] for other in variants)})
-    texts = [", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ)
-             for variant in variants]
+    differ = sorted(
+        {
+            key
+            for variant in variants
+            for key in variant
+            if any(other.get(key) != variant[key] for other in variants)
+        }
+    )
+    texts = [
+        ", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ)
+        for variant in variants
+    ]
     return [f" ({text})" if text else "" for text in texts]
 
 

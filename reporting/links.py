@@ -22,8 +22,14 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
     if strategy == "baseline":
         return 0
     strategy = strategy.removesuffix("_offload")
-    gathers = {"ddp": 1, "zero1": 1, "zero2": 1, "fsdp_keep": 1, "fsdp": 2,
-               "zero3": max(1, 2 - 30e6 / parameters)}.get(strategy)
+    gathers = {
+        "ddp": 1,
+        "zero1": 1,
+        "zero2": 1,
+        "fsdp_keep": 1,
+        "fsdp": 2,
+        "zero3": max(1, 2 - 30e6 / parameters),
+    }.get(strategy)
     scatters = {"zero1": 1.5, "zero2": 1.5, "fsdp_keep": 2, "fsdp": 2, "zero3": 2}
     scatters = scatters.get(strategy, 1) if gloo else 1
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
@@ -53,8 +59,14 @@ def link_of(bandwidth, latency):
     line = {"latency_seconds": latency, "bandwidth_bytes_per_second": bandwidth, "residual": 0.0}
     line["in_a_row"] = dict(line)
     names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-    return {"processes": 2, "nodes": 2, "backend": None, "busy": 0.0, "core_share": 1.0,
-            "collectives": dict.fromkeys(names, line)}
+    return {
+        "processes": 2,
+        "nodes": 2,
+        "backend": None,
+        "busy": 0.0,
+        "core_share": 1.0,
+        "collectives": dict.fromkeys(names, line),
+    }
 
 
 def read_link(path):
@@ -64,9 +76,14 @@ def read_link(path):
     for line in [*lines, *(line["in_a_row"] for line in lines)]:
         if not (line["bandwidth_bytes_per_second"] > 0 and line["latency_seconds"] >= 0):
             raise ValueError("a bandwidth is not greater than 0, or a latency negative")
-    return {"nodes": int(link["nodes"]), "processes": int(link["processes"]),
-            "backend": link["backend"], "collectives": link["collectives"],
-            "busy": float(link["busy"]), "core_share": link.get("core_share") or 1.0}
+    return {
+        "nodes": int(link["nodes"]),
+        "processes": int(link["processes"]),
+        "backend": link["backend"],
+        "collectives": link["collectives"],
+        "busy": float(link["busy"]),
+        "core_share": link.get("core_share") or 1.0,
+    }
 
 
 def find_links(folder):
@@ -84,6 +101,7 @@ def find_links(folder):
 
 def median_link(links):
     """A link with the median latency and bandwidth of repeated checks of one shape."""
+
     def median(lines):
         keys = ("latency_seconds", "bandwidth_bytes_per_second")
         return {key: statistics.median(line[key] for line in lines) for key in keys}
@@ -92,8 +110,7 @@ def median_link(links):
     for name in links[0]["collectives"]:
         lines = [link["collectives"][name] for link in links]
         found[name] = median(lines) | {"in_a_row": median([line["in_a_row"] for line in lines])}
-    shares = {key: statistics.median(link[key] for link in links)
-              for key in ("busy", "core_share")}
+    shares = {key: statistics.median(link[key] for link in links) for key in ("busy", "core_share")}
     return links[0] | {"collectives": found} | shares
 
 
@@ -103,6 +120,9 @@ def find_link(cell, links):
     """
     gloo = str(cell["device_name"]).startswith("CPU")
     links = [link for link in links if link["backend"] in (None, "gloo" if gloo else "nccl")]
-    fits = [link for link in links
-            if (link["nodes"], link["processes"]) == (cell["nodes"], cell["devices"])]
+    fits = [
+        link
+        for link in links
+        if (link["nodes"], link["processes"]) == (cell["nodes"], cell["devices"])
+    ]
     return max(fits or links, key=lambda link: (link["nodes"], link["processes"]), default=None)

@@ -1,5 +1,4 @@
-"""What a device holds while a model trains, by formula; and what a run held, and what to try next.
-"""
+"""What a device holds while a model trains, by formula; what a run held, and what to try next."""
 
 import math
 
@@ -7,8 +6,14 @@ import pandas as pd
 
 from reporting.records import ARCHITECTURE, name_yaml
 
-SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
-         "max_position_embeddings", "type_vocab_size"]  # fmt: skip
+SIZES = [
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+]
 
 # Where each YAML keeps parameters, gradients and optimizer states. "whole": on each device.
 # "shard": 1/n of it on each device. "host": each process has its 1/n in the memory of the CPU.
@@ -68,8 +73,15 @@ def bytes_held(strategy, parameters, devices, precision="no"):
     return sum(bytes_of_parts(strategy, parameters, devices, precision).values()) if known else None
 
 
-def bytes_of_activations(tokens, layers, hidden_size, intermediate_size, precision="no",
-                         activation_checkpointing=False, dropout=False):  # fmt: skip
+def bytes_of_activations(
+    tokens,
+    layers,
+    hidden_size,
+    intermediate_size,
+    precision="no",
+    activation_checkpointing=False,
+    dropout=False,
+):
     """Bytes that the layers of a transformer keep for the backward pass, for a micro-batch of
     `tokens`. `precision` is what `compute_dtype` says.
 
@@ -146,8 +158,16 @@ def count_parameters(model):
     return embeddings + layers * layer + head + 2, embeddings, layer, layers * weights + head
 
 
-def memory_of(strategy, model, batch, length, devices, precision="no",
-              activation_checkpointing=False, dropout=False):  # fmt: skip
+def memory_of(
+    strategy,
+    model,
+    batch,
+    length,
+    devices,
+    precision="no",
+    activation_checkpointing=False,
+    dropout=False,
+):
     """Bytes on each device in a step with `batch` windows of `length` tokens: parameters,
     gradients, states, buffers and activations, each at its largest; total; and host.
 
@@ -180,8 +200,12 @@ def memory_of(strategy, model, batch, length, devices, precision="no",
     total = parts["parameters"] + parts["states"] + max(moments.values())
     if strategy.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
         host += size * parameters / devices
-    return parts | {"buffers": max(buffers, in_layer, after), "activations": kept + way,
-                    "total": total, "host": host}  # fmt: skip
+    return parts | {
+        "buffers": max(buffers, in_layer, after),
+        "activations": kept + way,
+        "total": total,
+        "host": host,
+    }
 
 
 def largest_batch(memory, strategy, model, *rest):
@@ -215,8 +239,11 @@ def hold_by_formula(known):
             row |= bytes_of_parts(strategy, cell["parameters"], int(cell["devices"]), precision)
             tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
             row["activations"] = bytes_of_activations(
-                tokens, *cell[ARCHITECTURE[:3]].astype(float), compute_dtype(strategy, precision),
-                cell["activation_checkpointing"])
+                tokens,
+                *cell[ARCHITECTURE[:3]].astype(float),
+                compute_dtype(strategy, precision),
+                cell["activation_checkpointing"],
+            )
         # With accumulation these keep whole gradients from the first micro-batch to the last.
         keeps = strategy == "zero1" or strategy.startswith("fsdp")
         if keeps and cell["gradient_accumulation_steps"] > 1:
@@ -245,9 +272,18 @@ def hold(run):
         model = dict(zip(SIZES, sizes, strict=True))
         model["vocab_size"] = (parameters - count_parameters(model)[0]) // work["hidden_size"]
         step, other = (
-            memory_of(strategy, model, run["per_device_batch_size"], work["sequence_length"],
-                      run["devices"], precision, again, work.get("dropout", 0.1) > 0)
-            for again in (run["activation_checkpointing"], True))  # fmt: skip
+            memory_of(
+                strategy,
+                model,
+                run["per_device_batch_size"],
+                work["sequence_length"],
+                run["devices"],
+                precision,
+                again,
+                work.get("dropout", 0.1) > 0,
+            )
+            for again in (run["activation_checkpointing"], True)
+        )
         kept, spared = step["activations"], step["activations"] - other["activations"]
         if not rank["peak_memory_mb"]:
             held |= {"buffers": step["buffers"], "activations": kept}
@@ -269,26 +305,35 @@ def next_rungs(run, kept, spared):
     """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md.
     `kept` and `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
     """
+
     def needed(strategy, devices):
         """Bytes of parameters, gradients and states on a device, with what fsdp_keep gathers."""
         parts = bytes_of_parts(strategy, run["parameters"], devices, run["dtype"])
         gathered = (4 if run["dtype"] == "no" else 2) * run["parameters"]
-        return (sum(parts.values()) - (0 if run["on_cpu"] else parts["host"])
-                + gathered * (strategy == "fsdp_keep"))
+        return (
+            sum(parts.values())
+            - (0 if run["on_cpu"] else parts["host"])
+            + gathered * (strategy == "fsdp_keep")
+        )
 
     batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
     now, ranks, rungs = needed(run["yaml"], run["devices"]), max(2, run["devices"]), []
     if batch > 1:  # the global batch stays the same
         parts = batch if batch % 2 else 2
         whole = bytes_to_accumulate(run) if micro_batches == 1 else 0
-        rungs.append((f"--per_device_train_batch_size {batch // parts} "
-                      f"--gradient_accumulation_steps {micro_batches * parts}",
-                      kept * (1 - 1 / parts) - whole))  # fmt: skip
+        rungs.append(
+            (
+                f"--per_device_train_batch_size {batch // parts} "
+                f"--gradient_accumulation_steps {micro_batches * parts}",
+                kept * (1 - 1 / parts) - whole,
+            )
+        )
     if run.get("activation_checkpointing") is False:
         rungs.append(("--activation_checkpointing", spared))
     for name in ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"]):
-        rungs.append((f"accelerate_configs/{name}.yaml on {ranks} devices",
-                      now - needed(name, ranks)))  # fmt: skip
+        rungs.append(
+            (f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks))
+        )
     if run["yaml"].startswith(("fsdp", "zero3")):
         rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
     return [rung for rung in rungs if not rung[1] < 1e6]
@@ -300,13 +345,19 @@ def explain_run(run):
     """
     work = run["workload"]
     rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
-    run = run | {"yaml": name_yaml(run["strategy"], run["strategy_options"]), "rank": rank,
-                 "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
-                 "on_cpu": run["device_name"].startswith("CPU")}  # fmt: skip
+    run = run | {
+        "yaml": name_yaml(run["strategy"], run["strategy_options"]),
+        "rank": rank,
+        "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
+        "on_cpu": run["device_name"].startswith("CPU"),
+    }
     held, host, kept, spared = hold(run)
-    yield ("{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
-           "{per_device_batch_size} x {}, mixed_precision {}".format(
-               work["sequence_length"], work["precision"], **run))  # fmt: skip
+    yield (
+        "{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
+        "{per_device_batch_size} x {}, mixed_precision {}".format(
+            work["sequence_length"], work["precision"], **run
+        )
+    )
     if peak := rank["peak_memory_mb"]:
         yield f"MB that rank {rank['rank']} held at its peak:\n"
     else:
@@ -321,8 +372,10 @@ def explain_run(run):
         yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
     yield "\nTry next, in this order (docs/lab/12-ladder.md); in MB, what each saves at most:\n"
     rungs = next_rungs(run, kept, spared)
-    yield from (f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
-                for text, saved in rungs)  # fmt: skip
+    yield from (
+        f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
+        for text, saved in rungs
+    )
     if not rungs:
         yield "a smaller model, or a device with more memory"
     if not peak:

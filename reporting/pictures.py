@@ -17,17 +17,31 @@ FONTS = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 9, "figure.dp
 
 # Colour, marker and line of a strategy; a variant has the colour of its strategy. A larger marker
 # means activation checkpointing. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
-STYLES = {"baseline": ("#000000", "o", "-"), "dp": ("#999999", "v", ":"),
-          "ddp": ("#0072B2", "s", "--"), "zero1": ("#E69F00", "*", (0, (5, 1))),
-          "fsdp": ("#D55E00", "^", "-."), "fsdp_keep": ("#D55E00", "<", (0, (7, 2, 1, 2))),
-          "fsdp_offload": ("#D55E00", ">", (0, (2, 2))),
-          "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))),
-          "zero2_offload": ("#009E73", "h", (0, (3, 1, 1, 1, 1, 1))),
-          "zero3": ("#CC79A7", "P", (0, (1, 1))), "zero3_offload": ("#CC79A7", "X", (0, (1, 3)))}
+STYLES = {
+    "baseline": ("#000000", "o", "-"),
+    "dp": ("#999999", "v", ":"),
+    "ddp": ("#0072B2", "s", "--"),
+    "zero1": ("#E69F00", "*", (0, (5, 1))),
+    "fsdp": ("#D55E00", "^", "-."),
+    "fsdp_keep": ("#D55E00", "<", (0, (7, 2, 1, 2))),
+    "fsdp_offload": ("#D55E00", ">", (0, (2, 2))),
+    "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))),
+    "zero2_offload": ("#009E73", "h", (0, (3, 1, 1, 1, 1, 1))),
+    "zero3": ("#CC79A7", "P", (0, (1, 1))),
+    "zero3_offload": ("#CC79A7", "X", (0, (1, 3))),
+}
 
 # Lightness and hatching of stacked parts, in their order.
-SHADES = [("#1b4965", ""), ("#b3dcf2", "//"), ("#e07a5f", "\\\\"), ("#f6d5cb", "\\\\\\\\"),
-          ("#f2cc8f", "xx"), ("#81b29a", "++"), ("#cae9ff", ".."), ("#f4f4f4", "")]
+SHADES = [
+    ("#1b4965", ""),
+    ("#b3dcf2", "//"),
+    ("#e07a5f", "\\\\"),
+    ("#f6d5cb", "\\\\\\\\"),
+    ("#f2cc8f", "xx"),
+    ("#81b29a", "++"),
+    ("#cae9ff", ".."),
+    ("#f4f4f4", ""),
+]
 
 LOSS_POINTS = 60  # of a curve: more steps than that are drawn as means, or noise hides the curves
 DASHES = ["-", "--", ":", "-."]  # of losses, by global batch
@@ -47,11 +61,21 @@ def plot_work(group, parts, held, folder, suffix):
     with pyplot.rc_context(FONTS):
         figures = dict(plot_figures(group))
         figures["step"] = plot_parts(
-            group, parts.drop(columns="step") * 1000, parts["step"] * 1000,
-            "ms of a step (less is better)", "{:.1f}", "the measured step")
+            group,
+            parts.drop(columns="step") * 1000,
+            parts["step"] * 1000,
+            "ms of a step (less is better)",
+            "{:.1f}",
+            "the measured step",
+        )
         figures["memory"] = plot_parts(
-            group, held / 1e6, group["training_memory_mb"],
-            "MB of a rank by formula (less is better)", "{:,.4g}", "measured in training")
+            group,
+            held / 1e6,
+            group["training_memory_mb"],
+            "MB of a rank by formula (less is better)",
+            "{:,.4g}",
+            "measured in training",
+        )
         figures["loss"] = plot_losses(group, "samples trained on")
         figures["loss-seconds"] = plot_losses(group, "seconds of training")
         for name, figure in figures.items():
@@ -66,12 +90,29 @@ def plot_work(group, parts, held, folder, suffix):
 
 def plot_figures(group):
     """(name, figure) of each figure of the table that is known."""
-    panels = [("time", "seconds", ("fastest", "slowest"), "seconds of training (less is better)",
-               "{:,.2f}"),
-              ("speedup", "speedup", ("speedup_low", "speedup_high"),
-               "speedup over one device (more is better)", "{:.2f}"),
-              ("efficiency", "efficiency", None, "efficiency = speedup / devices (more is better)",
-               "{:.0%}")]
+    panels = [
+        (
+            "time",
+            "seconds",
+            ("fastest", "slowest"),
+            "seconds of training (less is better)",
+            "{:,.2f}",
+        ),
+        (
+            "speedup",
+            "speedup",
+            ("speedup_low", "speedup_high"),
+            "speedup over one device (more is better)",
+            "{:.2f}",
+        ),
+        (
+            "efficiency",
+            "efficiency",
+            None,
+            "efficiency = speedup / devices (more is better)",
+            "{:.0%}",
+        ),
+    ]
     for name, column, band, title, form in panels:
         known = group[group[column].notna()]
         if len(known) and set(known["devices"]) != {1} or name == "time":
@@ -89,14 +130,26 @@ def plot_bars(cells, column, band, title, form):
     axes.barh(places, values, color=colors, alpha=0.75, height=0.7)
     ends = cells[[column, *(band or ())]].max(axis=1)
     if band:
-        axes.hlines(places, cells[band[0]], cells[band[1]], color="black", linewidth=1.2,
-                    label="from the lowest to the highest repeat")
+        axes.hlines(
+            places,
+            cells[band[0]],
+            cells[band[1]],
+            color="black",
+            linewidth=1.2,
+            label="from the lowest to the highest repeat",
+        )
     if column in ("speedup", "efficiency"):
         ideal = cells["devices"] if column == "speedup" else cells["devices"] * 0 + 1
         several = [place for place in places if cells["devices"].iloc[place] > 1]
-        axes.vlines(ideal.iloc[several], [place - 0.42 for place in several],
-                    [place + 0.42 for place in several], color="black", linestyle="--",
-                    linewidth=1.2, label="ideal: as many times as devices, 100 %")
+        axes.vlines(
+            ideal.iloc[several],
+            [place - 0.42 for place in several],
+            [place + 0.42 for place in several],
+            color="black",
+            linestyle="--",
+            linewidth=1.2,
+            label="ideal: as many times as devices, 100 %",
+        )
         ends = ends.combine(ideal, max)
     if column == "speedup":
         axes.axvline(1, color="0.4", linewidth=1, linestyle=":", label="1: one device")
@@ -122,8 +175,13 @@ def write_numbers(axes, places, values, form):
     """The numbers, in a column right of the axes, where nothing crosses them."""
     for place, value in zip(places, values, strict=True):
         if value == value:
-            axes.annotate(form.format(value), (1.01, place), xycoords=("axes fraction", "data"),
-                          va="center", annotation_clip=False)
+            axes.annotate(
+                form.format(value),
+                (1.01, place),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                annotation_clip=False,
+            )
 
 
 def plot_lines(cells, column, band, title, form):
@@ -137,13 +195,27 @@ def plot_lines(cells, column, band, title, form):
         for (many, fixed), points in alike.sort_values("devices").groupby(kinds, sort=False):
             strong = fixed == "global batch"
             label = ", ".join([shown] + ["several nodes"] * many + ["global batch fixed"] * strong)
-            axes.plot(points["devices"], points[column], color=color, marker=marker, linewidth=1.2,
-                      linestyle=":" if strong else line, markersize=size, label=label,
-                      markerfacecoloralt="white",
-                      fillstyle="none" if many else "left" if strong else "full")
+            axes.plot(
+                points["devices"],
+                points[column],
+                color=color,
+                marker=marker,
+                linewidth=1.2,
+                linestyle=":" if strong else line,
+                markersize=size,
+                label=label,
+                markerfacecoloralt="white",
+                fillstyle="none" if many else "left" if strong else "full",
+            )
             if band:
-                axes.fill_between(points["devices"], points[band[0]], points[band[1]], color=color,
-                                  alpha=0.2, linewidth=0)
+                axes.fill_between(
+                    points["devices"],
+                    points[band[0]],
+                    points[band[1]],
+                    color=color,
+                    alpha=0.2,
+                    linewidth=0,
+                )
     counts = sorted(set(cells["devices"]))
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, counts)
@@ -176,8 +248,17 @@ def plot_parts(group, parts, known, title, form, name_known):
     below, right = [place + 0.38 for place in places], parts.iloc[:, 0].fillna(0) * 0.0
     for (name, values), (color, hatch) in zip(parts.items(), SHADES, strict=False):
         if values.sum():
-            axes.barh(places, values.fillna(0), left=right, color=color, hatch=hatch, height=0.4,
-                      edgecolor="0.2", linewidth=0.4, label=name)
+            axes.barh(
+                places,
+                values.fillna(0),
+                left=right,
+                color=color,
+                hatch=hatch,
+                height=0.4,
+                edgecolor="0.2",
+                linewidth=0.4,
+                label=name,
+            )
             right = right + values.fillna(0)
     if known.notna().any():
         axes.barh(below, known, height=0.3, color="white", edgecolor="black", label=name_known)
@@ -192,8 +273,12 @@ def plot_losses(group, over):
     """The training losses over samples or seconds, as means over up to LOSS_POINTS pieces of a run:
     the colour is the strategy's, the dash tells global batches apart. None if there are none.
     """
-    curves = [(cell, history) for _, cell in group.iterrows() for history in cell["losses"]
-              if isinstance(history, list) and history]
+    curves = [
+        (cell, history)
+        for _, cell in group.iterrows()
+        for history in cell["losses"]
+        if isinstance(history, list) and history
+    ]
     if not curves:
         return None
     figure, axes = pyplot.subplots(figsize=(5, 4.4), layout="constrained")
@@ -206,10 +291,17 @@ def plot_losses(group, over):
         steps, losses, seconds = zip(*pieces, strict=True)
         samples = [step * cell["global_batch_size"] for step in steps]
         gap = max(1, len(steps) // 6)
-        axes.plot(seconds if over.startswith("seconds") else samples, losses, color=color,
-                  linewidth=1, marker=marker, markersize=size - 1, markevery=(number % gap, gap),
-                  linestyle=DASHES[batches.index(cell["global_batch_size"]) % len(DASHES)],
-                  label=None if label in labels else label)
+        axes.plot(
+            seconds if over.startswith("seconds") else samples,
+            losses,
+            color=color,
+            linewidth=1,
+            marker=marker,
+            markersize=size - 1,
+            markevery=(number % gap, gap),
+            linestyle=DASHES[batches.index(cell["global_batch_size"]) % len(DASHES)],
+            label=None if label in labels else label,
+        )
         labels.add(label)
     axes.set(xlabel=over, title="training loss (less is better)")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))

@@ -106,8 +106,10 @@ def step_of_fsdp(parts, width, keep, **_):
     root, words = sum(parts.others) + sum(parts.head), sum(parts.words)
     forward[0].before.append(Call("all_gather", width * root))
     units = [(words, 0, len(backward) - 1)] if words else []
-    units += [(sum(layer), place, len(parts.layers) - 1 - place)
-              for place, layer in enumerate(parts.layers)]
+    units += [
+        (sum(layer), place, len(parts.layers) - 1 - place)
+        for place, layer in enumerate(parts.layers)
+    ]
     for size, ahead, back in units:
         forward[ahead].before.append(Call("all_gather", width * size))
         if not keep:
@@ -146,7 +148,8 @@ def step_of_zero(parts, width, stage, options, devices, **_):
     gathers = gathers_of_zero3(
         [size for size in reversed(sizes) if size > small],
         number(options, "stage3_prefetch_bucket_size", 5e7),
-        number(options, "stage3_max_live_parameters", 1e9))
+        number(options, "stage3_max_live_parameters", 1e9),
+    )
     for stages, found in zip((forward, backward), gathers, strict=True):
         for place, size in enumerate(found):
             where = stages[place * len(stages) // len(found)]
@@ -202,12 +205,24 @@ def steps_of(strategy, parts, devices, micro_batches=1, precision="no", options=
     if plain in ("baseline", "dp") or devices == 1:
         empty = Step([Stage([], 1.0, [])], [])
         return None if plain == "dp" else [empty] * micro_batches
-    known = {"ddp": step_of_ddp, "fsdp": step_of_fsdp, "fsdp_keep": step_of_fsdp,
-             "zero1": step_of_zero, "zero2": step_of_zero, "zero3": step_of_zero}
+    known = {
+        "ddp": step_of_ddp,
+        "fsdp": step_of_fsdp,
+        "fsdp_keep": step_of_fsdp,
+        "zero1": step_of_zero,
+        "zero2": step_of_zero,
+        "zero3": step_of_zero,
+    }
     if plain not in known:
         return None
-    last = known[plain](parts, width=width, keep=plain == "fsdp_keep", stage=plain[-1],
-                        options=options, devices=devices)
+    last = known[plain](
+        parts,
+        width=width,
+        keep=plain == "fsdp_keep",
+        stage=plain[-1],
+        options=options,
+        devices=devices,
+    )
     silent = plain in ("ddp", "fsdp", "fsdp_keep", "zero1")
     first = Step([stage._replace(after=[] if silent else stage.after) for stage in last.stages], [])
     return [first] * (micro_batches - 1) + [last]
@@ -215,9 +230,12 @@ def steps_of(strategy, parts, devices, micro_batches=1, precision="no", options=
 
 def calls_of(steps):
     """All collectives of these Steps."""
-    return [call for step in steps
-            for calls in [*(stage.before + stage.after for stage in step.stages), step.end]
-            for call in calls]
+    return [
+        call
+        for step in steps
+        for calls in [*(stage.before + stage.after for stage in step.stages), step.end]
+        for call in calls
+    ]
 
 
 def step_seconds(alone, steps, seconds, overlap, busy=0.0):
@@ -264,16 +282,26 @@ def predict(alone, row, devices, link, tree=False):
     """
     options = row["strategy_options"]
     options = json.loads(options) if isinstance(options, str) else {}
-    steps = steps_of(row["strategy"], parts_of(row), devices,
-                     int(row["gradient_accumulation_steps"]), row["precision"], options)
+    steps = steps_of(
+        row["strategy"],
+        parts_of(row),
+        devices,
+        int(row["gradient_accumulation_steps"]),
+        row["precision"],
+        options,
+    )
     if steps is None:
         return None
     on_cpu = str(row["device_name"]).startswith("CPU")
     by_default = not row["strategy"].startswith(("zero1", "zero2"))  # of ZeRO, DeepSpeed's own
     overlap = row["strategy"] == "ddp" if on_cpu else options.get("overlap_comm", by_default)
     return step_seconds(
-        alone, steps, lambda call, in_a_row: seconds_of(call, in_a_row, link, devices, tree),
-        overlap, link["busy"])
+        alone,
+        steps,
+        lambda call, in_a_row: seconds_of(call, in_a_row, link, devices, tree),
+        overlap,
+        link["busy"],
+    )
 
 
 # How far a step is from its prediction, as a factor less 1: below and above it on a quiet machine,
@@ -291,8 +319,10 @@ def interval(low, high, alone, devices, link):
     share = min(link["core_share"], 1 if pd.isna(alone["busy_share"]) else alone["busy_share"])
     lost = min(0.45, max(0, 1 - share))
     power = 1 + max(0, math.log2(devices / link["processes"]))
-    return (low / (1 + BELOW + BELOW_BUSY * lost) ** power,
-            high * (1 + ABOVE + ABOVE_BUSY * lost) ** power)
+    return (
+        low / (1 + BELOW + BELOW_BUSY * lost) ** power,
+        high * (1 + ABOVE + ABOVE_BUSY * lost) ** power,
+    )
 
 
 PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds"]

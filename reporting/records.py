@@ -12,18 +12,62 @@ import pandas as pd
 
 # What has to be the same for two runs to be compared: with other data or on another device, it is
 # another experiment.
-SAME_WORK = ["script", "model", "dataset", "samples", "eval_samples", "sequence_length",
-             "max_grad_norm", "epochs", "steps", "precision", "compute_dtype", "dynamo",
-             "device_name", "threads", "torch"]
-CELL = ["strategy", "nodes", "gpus_per_node", "devices", "per_device_batch_size",
-        "gradient_accumulation_steps", "global_batch_size", "strategy_options",
-        "activation_checkpointing"]
+SAME_WORK = [
+    "script",
+    "model",
+    "dataset",
+    "samples",
+    "eval_samples",
+    "sequence_length",
+    "max_grad_norm",
+    "epochs",
+    "steps",
+    "precision",
+    "compute_dtype",
+    "dynamo",
+    "device_name",
+    "threads",
+    "torch",
+]
+CELL = [
+    "strategy",
+    "nodes",
+    "gpus_per_node",
+    "devices",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "strategy_options",
+    "activation_checkpointing",
+]
 ARCHITECTURE = ["layers", "hidden_size", "intermediate_size", "positions"]  # of a transformer
-FIGURES = ["seconds", "total_seconds", "samples_per_second", "tokens_per_second", "peak_memory_mb",
-           "training_memory_mb", "samples_trained", "trained_steps", "loading_seconds",
-           "waiting_seconds", "padded_tokens", "busy_share"]
-NAMES = [*SAME_WORK, *CELL, *ARCHITECTURE, *FIGURES,
-         "run", "problem", "parameters", "tensors", "loss_history", "ranks", "log"]
+FIGURES = [
+    "seconds",
+    "total_seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "peak_memory_mb",
+    "training_memory_mb",
+    "samples_trained",
+    "trained_steps",
+    "loading_seconds",
+    "waiting_seconds",
+    "padded_tokens",
+    "busy_share",
+]
+NAMES = [
+    *SAME_WORK,
+    *CELL,
+    *ARCHITECTURE,
+    *FIGURES,
+    "run",
+    "problem",
+    "parameters",
+    "tensors",
+    "loss_history",
+    "ranks",
+    "log",
+]
 PROFILED = "profiled: not a timing"
 UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
@@ -46,8 +90,10 @@ def name_yaml(strategy, options):
     offloads = str(options.get("offload_params")).lower() == "true"
     if strategy == "fsdp" and keeps != offloads:
         return "fsdp_keep" if keeps else "fsdp_offload"
-    on_host = [(options.get(name) or {}).get("device") == "cpu"
-               for name in ("offload_optimizer", "offload_param")]
+    on_host = [
+        (options.get(name) or {}).get("device") == "cpu"
+        for name in ("offload_optimizer", "offload_param")
+    ]
     offloaded = [strategy, *on_host] in (["zero2", True, False], ["zero3", True, True])
     return f"{strategy}_offload" if offloaded else strategy
 
@@ -60,8 +106,12 @@ def read_record(path, folder):
     ranks, steps, on_cpu = record["ranks"], record["steps"], record["device_name"].startswith("CPU")
     row = {name: record["workload"].get(name, record.get(name)) for name in NAMES}
     waiting, busy = share_of_cpu(record) if on_cpu else (math.nan, math.nan)
-    problem = {"completed": "", "preempted": "stopped before its end", "failed": "broke down",
-               "running": "died, or is still running"}[record["status"]]
+    problem = {
+        "completed": "",
+        "preempted": "stopped before its end",
+        "failed": "broke down",
+        "running": "died, or is still running",
+    }[record["status"]]
     if (log := find_log(path, record, folder)) and record["status"] == "running":
         problem += f": see {log}"
     if not problem and record["resumed_from"]:
@@ -79,8 +129,10 @@ def read_record(path, folder):
         "seconds": float(record["seconds"]["train"]),
         "total_seconds": float(record["seconds"]["total"]),
         "peak_memory_mb": max(float(rank["peak_memory_mb"] or "nan") for rank in ranks),
-        "training_memory_mb": max(float(rank["peak_memory_mb"] or "nan")
-                                  - rank.get("memory_before_mb", math.nan) for rank in ranks),
+        "training_memory_mb": max(
+            float(rank["peak_memory_mb"] or "nan") - rank.get("memory_before_mb", math.nan)
+            for rank in ranks
+        ),
         "samples_trained": steps * record["global_batch_size"],
         "trained_steps": steps,
         "loading_seconds": record["seconds"].get("loading", math.nan) / max(1, steps),
@@ -95,8 +147,11 @@ def read_record(path, folder):
         "activation_checkpointing": bool(record.get("activation_checkpointing")),
     }
     row["loss_history"] = add_seconds(row, record)
-    if not problem and not (0 < row["seconds"] < math.inf and 0 < row["total_seconds"] < math.inf
-                            and row["parameters"] > 0):
+    if not problem and not (
+        0 < row["seconds"] < math.inf
+        and 0 < row["total_seconds"] < math.inf
+        and row["parameters"] > 0
+    ):
         raise ValueError("times and parameters have to be greater than 0")
     for rank in ranks:
         if {"rank", "host", "real", "user", "sys"} - set(rank):
@@ -108,8 +163,10 @@ def add_seconds(row, record):
     """The losses as [step, loss, seconds of training until then]: steady steps are equally long."""
     rate, seconds = row["samples_per_second"], row["seconds"]
     each = record["global_batch_size"] / rate if rate else seconds / max(1, record["steps"])
-    return [[step, loss, max(0.0, seconds - (record["steps"] - step) * each)]
-            for step, loss in record["loss_history"]]
+    return [
+        [step, loss, max(0.0, seconds - (record["steps"] - step) * each)]
+        for step, loss in record["loss_history"]
+    ]
 
 
 def share_of_cpu(record):
@@ -149,8 +206,10 @@ def read_runs(folder):
         try:
             rows.append(read_record(path, folder))
         except UNREADABLE as reason:
-            notes.append(f"skipped {path.relative_to(folder)}: no run record "
-                         f"({type(reason).__name__}: {reason})")
+            notes.append(
+                f"skipped {path.relative_to(folder)}: no run record "
+                f"({type(reason).__name__}: {reason})"
+            )
     for plan in sorted(folder.rglob("sweep.csv")):
         try:
             for planned in pd.read_csv(plan, dtype={"job": str}).to_dict("records"):
@@ -159,18 +218,30 @@ def read_runs(folder):
                     continue
                 job = f", job {planned['job']}" if isinstance(planned["job"], str) else ""
                 run = str(path.relative_to(folder))
-                others = [row for row in rows if not row["problem"]
-                          and Path(row["run"]).parent == Path(run).parent]
-                rows.append({name: others[0][name] for name in SAME_WORK if others} | {
-                    "strategy": planned["strategy"], "nodes": int(planned["nodes"]),
-                    "gpus_per_node": int(planned["gpus_per_node"]), "run": run,
-                    "problem": f"failed or missing{job}: see {run}.log"})
+                others = [
+                    row
+                    for row in rows
+                    if not row["problem"] and Path(row["run"]).parent == Path(run).parent
+                ]
+                rows.append(
+                    {name: others[0][name] for name in SAME_WORK if others}
+                    | {
+                        "strategy": planned["strategy"],
+                        "nodes": int(planned["nodes"]),
+                        "gpus_per_node": int(planned["gpus_per_node"]),
+                        "run": run,
+                        "problem": f"failed or missing{job}: see {run}.log",
+                    }
+                )
         except UNREADABLE as reason:
-            notes.append(f"skipped {plan.relative_to(folder)}: no plan of a sweep "
-                         f"({type(reason).__name__}: {reason})")
+            notes.append(
+                f"skipped {plan.relative_to(folder)}: no plan of a sweep "
+                f"({type(reason).__name__}: {reason})"
+            )
     if not rows and not notes:
-        raise FileNotFoundError(f"no run.json below {folder}: the training scripts leave one in "
-                                "their output directory")
+        raise FileNotFoundError(
+            f"no run.json below {folder}: the training scripts leave one in their output directory"
+        )
     return rows, notes
 
 
@@ -182,8 +253,10 @@ def read_times(path):
         raise ValueError(f"{path}: {reason}") from None
     missing = {"strategy", "nodes", "gpus_per_node", "seconds"} - set(table.columns)
     if missing:
-        raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the first line has to "
-                         "name strategy,nodes,gpus_per_node,seconds")
+        raise ValueError(
+            f"{path}: no column {', '.join(sorted(missing))}; the first line has to "
+            "name strategy,nodes,gpus_per_node,seconds"
+        )
     if not len(table):
         raise ValueError(f"{path}: there are no times below the first line")
     rows = []
@@ -192,11 +265,18 @@ def read_times(path):
             nodes, gpus = int(values["nodes"]), int(values["gpus_per_node"])
             if min(nodes, gpus) < 1:
                 raise ValueError("nodes and gpus_per_node have to be 1 or more")
-            rows.append({
-                "strategy": values["strategy"].strip().lower(), "nodes": nodes,
-                "gpus_per_node": gpus, "devices": nodes * gpus,
-                "seconds": parse_seconds(values["seconds"]), "problem": "",
-                "script": f"measured by hand, {Path(path).name}", "run": f"line {line}"})
+            rows.append(
+                {
+                    "strategy": values["strategy"].strip().lower(),
+                    "nodes": nodes,
+                    "gpus_per_node": gpus,
+                    "devices": nodes * gpus,
+                    "seconds": parse_seconds(values["seconds"]),
+                    "problem": "",
+                    "script": f"measured by hand, {Path(path).name}",
+                    "run": f"line {line}",
+                }
+            )
         except (ValueError, AttributeError) as reason:
             raise ValueError(f"{path}, line {line}: {reason}") from None
     return rows

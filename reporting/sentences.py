@@ -14,8 +14,16 @@ def sentences(group, parts, lost):
     """What the figures of a workload show, as at most five sentences. `lost` names the cells
     without a result. A sentence is left out if repeats differ by more than it would claim.
     """
-    return filter(None, [say_baseline(group), say_fastest(group), say_scaling(group),
-                         say_costs(group, parts), say_doubts(group, lost)])
+    return filter(
+        None,
+        [
+            say_baseline(group),
+            say_fastest(group),
+            say_scaling(group),
+            say_costs(group, parts),
+            say_doubts(group, lost),
+        ],
+    )
 
 
 def say_baseline(group):
@@ -23,8 +31,10 @@ def say_baseline(group):
     cells = group[(group["fixed"] == "itself") & ~group["activation_checkpointing"]]
     texts, recomputing = [], bool(group["activation_checkpointing"].any())
     if not len(cells):
-        return ("There is no speedup, as there is no run of accelerate_configs/baseline.yaml of "
-                f"this work on one device{', without --activation_checkpointing' * recomputing}.")
+        return (
+            "There is no speedup, as there is no run of accelerate_configs/baseline.yaml of "
+            f"this work on one device{', without --activation_checkpointing' * recomputing}."
+        )
     for _, cell in cells.iterrows():
         batch = f" with batches of {cell['global_batch_size']:.0f}" * (len(cells) > 1)
         step = f", {cell['step_seconds'] * 1000:.2f} ms a step" * (cell["step_seconds"] > 0)
@@ -39,16 +49,22 @@ def say_fastest(group):
         return None
     best, *others = (cell for _, cell in cells.sort_values("speedup", ascending=False).iterrows())
     if not best["surely_faster"] and not best["surely_slower"]:
-        return ("No strategy on several devices is faster than one device by more than repeats "
-                f"differ; the best is {best['label']}, {best['speedup']:.2f} times as fast.")
-    text = (f"The fastest is {best['label']}, {best['speedup']:.2f} times as fast as one device "
-            f"(efficiency {best['efficiency']:.0%})")
+        return (
+            "No strategy on several devices is faster than one device by more than repeats "
+            f"differ; the best is {best['label']}, {best['speedup']:.2f} times as fast."
+        )
+    text = (
+        f"The fastest is {best['label']}, {best['speedup']:.2f} times as fast as one device "
+        f"(efficiency {best['efficiency']:.0%})"
+    )
     if not others:
         return text + "."
     close = [cell["label"] for cell in others if cell["speedup_high"] >= best["speedup_low"]]
     if close:
-        return (f"{listed([best['label'], *close])} are the fastest, about {best['speedup']:.2f} "
-                "times one device; their repeats overlap, so they have no order.")
+        return (
+            f"{listed([best['label'], *close])} are the fastest, about {best['speedup']:.2f} "
+            "times one device; their repeats overlap, so they have no order."
+        )
     gain = best["speedup"] / others[0]["speedup"] - 1
     return f"{text}, and {gain:.0%} faster than {others[0]['label']}: more than repeats differ."
 
@@ -68,8 +84,11 @@ def say_scaling(group):
 
 
 NAMES_OF_PARTS = {
-    "bookkeeping": "the strategy's bookkeeping", "waiting": "waiting for the slowest rank",
-    "unexplained": "an unexplained rest", "start": "the start of the run"}
+    "bookkeeping": "the strategy's bookkeeping",
+    "waiting": "waiting for the slowest rank",
+    "unexplained": "an unexplained rest",
+    "start": "the start of the run",
+}
 
 
 def say_costs(group, parts):
@@ -84,7 +103,8 @@ def say_costs(group, parts):
             part, size, step = costs.idxmax(), costs.max(), parts.loc[i, "step"]
             if cell["repeats"] > 1 and size > cell["spread"] * step:
                 texts.setdefault(NAMES_OF_PARTS.get(part, part), []).append(
-                    f"{cell['label']} ({size * 1000:.1f} of {step * 1000:.1f} ms)")
+                    f"{cell['label']} ({size * 1000:.1f} of {step * 1000:.1f} ms)"
+                )
     costs = [f"{part} for {listed(cells)}" for part, cells in texts.items()]
     return f"The largest cost besides computing: {'; '.join(costs)}." if costs else None
 
@@ -108,8 +128,10 @@ def say_missing(group, checked):
     several = several[several["strategy"] != "dp"]  # of which no formula is known
     alone = [cell["label"] for _, cell in several.iterrows() if find_alone(cell, group) is None]
     if alone:
-        return ("Missing: a run on one device, with the same strategy and batch per device, of "
-                f"{listed(alone)}: it would tell bookkeeping from communication.")
+        return (
+            "Missing: a run on one device, with the same strategy and batch per device, of "
+            f"{listed(alone)}: it would tell bookkeeping from communication."
+        )
     if len(several) and not checked:
         return "Missing: a check.json (sbatch/check.py) to predict communication from."
     return None
@@ -120,5 +142,7 @@ def say_prediction(group):
     if not len(misses):
         return None
     worst = misses.abs().idxmax()
-    return (f"Predicted steps miss the measured ones by at most {abs(misses[worst]):.0%} "
-            f"({group['label'][worst]}: too {'long' if misses[worst] > 0 else 'short'}).")
+    return (
+        f"Predicted steps miss the measured ones by at most {abs(misses[worst]):.0%} "
+        f"({group['label'][worst]}: too {'long' if misses[worst] > 0 else 'short'})."
+    )

@@ -10,8 +10,16 @@ from reporting.comparing import same
 from reporting.records import CELL, SAME_WORK, UNREADABLE, read_record
 
 # Communication is measured where a run of the cell was profiled, and else predicted.
-PARTS = ["computing", "bookkeeping", "communication", "predicted communication", "waiting",
-         "loading", "start", "unexplained"]
+PARTS = [
+    "computing",
+    "bookkeeping",
+    "communication",
+    "predicted communication",
+    "waiting",
+    "loading",
+    "start",
+    "unexplained",
+]
 
 
 def find_alone(cell, cells, baseline=False):
@@ -88,8 +96,11 @@ LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLo
 
 def read_events(trace):
     """The events of a trace of one rank (traces/profile_RANK.json) that last."""
-    return [event for event in json.loads(Path(trace).read_bytes())["traceEvents"]
-            if event.get("ph") == "X"]
+    return [
+        event
+        for event in json.loads(Path(trace).read_bytes())["traceEvents"]
+        if event.get("ph") == "X"
+    ]
 
 
 def shares_of(events):
@@ -118,15 +129,21 @@ def shares_of(events):
     if not spans["step"]:
         raise ValueError("no traced steps")
     start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
-    clipped = {key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
-               for key, value in spans.items()}
+    clipped = {
+        key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
+        for key, value in spans.items()
+    }
     calls, compute = clipped["communication"], clipped["compute"]
     communication, loading = length(calls), length(calls + clipped["data"])
     hidden = communication + length(compute) - length(calls + compute)
     busy = length(calls + clipped["data"] + compute)
-    parts = {"computation": busy - loading, "both at once": hidden,
-             "communication": communication - hidden, "loading data": loading - communication,
-             "neither": end - start - busy}
+    parts = {
+        "computation": busy - loading,
+        "both at once": hidden,
+        "communication": communication - hidden,
+        "loading data": loading - communication,
+        "neither": end - start - busy,
+    }
     return {name: part / (end - start) for name, part in parts.items()}
 
 
@@ -137,11 +154,15 @@ def read_traces(folder):
     rows, notes = [], []
     for trace in sorted(folder.rglob("traces/profile_*.json")):
         try:
-            rows.append(read_record(trace.parent.parent / "run.json", folder) | {
-                "rank": trace.stem.split("_")[1], "shares": shares_of(read_events(trace))})
+            rows.append(
+                read_record(trace.parent.parent / "run.json", folder)
+                | {"rank": trace.stem.split("_")[1], "shares": shares_of(read_events(trace))}
+            )
         except UNREADABLE as reason:
-            notes.append(f"skipped {trace.relative_to(folder)}: no trace of a run "
-                         f"({type(reason).__name__}: {reason})")
+            notes.append(
+                f"skipped {trace.relative_to(folder)}: no trace of a run "
+                f"({type(reason).__name__}: {reason})"
+            )
     return rows, notes
 
 

@@ -144,8 +144,11 @@ def fit_line(points):
     slope, latency = numpy.polyfit(carried, seconds, 1, w=1 / (seconds + noise))
     latency, slope = max(latency, 0.0), max(slope, 1e-15)  # noise can make them negative
     errors = (latency + slope * carried - seconds) / (seconds + noise)
-    return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / slope),
-            "residual": math.sqrt((errors**2).mean())}
+    return {
+        "latency_seconds": float(latency),
+        "bandwidth_bytes_per_second": float(1 / slope),
+        "residual": math.sqrt((errors**2).mean()),
+    }
 
 
 def measure_all(state, say):
@@ -156,8 +159,10 @@ def measure_all(state, say):
     """
     found, too_slow = {name: [] for name in COLLECTIVES}, set()
     work = make_work(state.device)
-    say(f"time in ms over {state.num_processes} ranks after {WORK_SECONDS * 1000:.0f} ms of "
-        "computing, by bytes of the whole tensor:")
+    say(
+        f"time in ms over {state.num_processes} ranks after {WORK_SECONDS * 1000:.0f} ms of "
+        "computing, by bytes of the whole tensor:"
+    )
     say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in COLLECTIVES))
     for size in SIZES:
         line = f"{size:12,}"
@@ -178,12 +183,21 @@ def measure_all(state, say):
     for name, times in found.items():
         carried = bus_share(name, state.num_processes)
         lines = [fit_line([(row[0] * carried, row[column]) for row in times]) for column in (1, 3)]
-        found[name] = lines[0] | {"in_a_row": lines[1],
-                                  "times": [[size, after, row] for size, after, _, row, _ in times]}
-        say(f"{name:>15}: " + "; ".join(
-            "{:6,.0f} µs + bytes / {:.3f} GB/s, errors {:.0%}".format(
-                line["latency_seconds"] * 1e6, line["bandwidth_bytes_per_second"] / 1e9,
-                line["residual"]) for line in lines))
+        found[name] = lines[0] | {
+            "in_a_row": lines[1],
+            "times": [[size, after, row] for size, after, _, row, _ in times],
+        }
+        say(
+            f"{name:>15}: "
+            + "; ".join(
+                "{:6,.0f} µs + bytes / {:.3f} GB/s, errors {:.0%}".format(
+                    line["latency_seconds"] * 1e6,
+                    line["bandwidth_bytes_per_second"] / 1e9,
+                    line["residual"],
+                )
+                for line in lines
+            )
+        )
     if state.device.type == "cuda":
         return found, 0.0, None
     say(f"while all ranks computed, the slowest got {share:.0%} of its core")
@@ -192,11 +206,14 @@ def measure_all(state, say):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description="Check a cluster: who takes part, and how fast the ranks talk.")
-    parser.add_argument("--output_dir", default="runs/check",
-                        help="where check.json goes (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true",
-                        help="taken for the wrappers' sake; a check measures anew")
+        description="Check a cluster: who takes part, and how fast the ranks talk."
+    )
+    parser.add_argument(
+        "--output_dir", default="runs/check", help="where check.json goes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="taken for the wrappers' sake; a check measures anew"
+    )
     return parser.parse_args()
 
 
@@ -204,8 +221,10 @@ def main():
     args = parse_args()
     gpu, host = torch.cuda.is_available(), socket.gethostname()
     if not gpu and torch.cuda.device_count():
-        sys.exit(f"error: {host} has a GPU that torch {torch.__version__} cannot use: is the "
-                 "driver too old for it? README, 'On a Slurm cluster'")
+        sys.exit(
+            f"error: {host} has a GPU that torch {torch.__version__} cannot use: is the "
+            "driver too old for it? README, 'On a Slurm cluster'"
+        )
     seen = sorted(os.sched_getaffinity(0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -215,17 +234,32 @@ def main():
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"
-    ranks = gather_object([{
-        "rank": state.process_index, "host": host, "device": device,
-        "torch_sees": torch.cuda.device_count(), "cores": len(seen)}])
+    ranks = gather_object(
+        [
+            {
+                "rank": state.process_index,
+                "host": host,
+                "device": device,
+                "torch_sees": torch.cuda.device_count(),
+                "cores": len(seen),
+            }
+        ]
+    )
     say = print if state.is_main_process else lambda line: None  # state.print says it once a node
     for rank in ranks:
-        say("rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)".format(
-            **rank))
+        say(
+            "rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)".format(
+                **rank
+            )
+        )
     backend = dist.get_backend() if world > 1 else None
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "accelerate": accelerate.__version__, "cuda": torch.version.cuda,
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+    }
     say(f"backend {backend}, " + ", ".join(f"{name} {of}" for name, of in versions.items()))
     if world == 1:
         say("one process has nobody to talk to: ask for two nodes, or two GPUs")

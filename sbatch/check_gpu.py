@@ -46,18 +46,43 @@ from reporting import memory  # noqa: E402
 # A CPU can stand in, to try this file: with a tiny model, few YAMLs, and no claim of a GPU.
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"
 YAMLS = ["baseline", "fsdp"] if STAND_IN else ["baseline", "dp", "ddp", "fsdp", "zero2", "zero3"]
-RUNGS = ["fsdp_keep"] if STAND_IN else [  # of the memory ladder: for BERT
-    "zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]
+RUNGS = (
+    ["fsdp_keep"]
+    if STAND_IN
+    else [  # of the memory ladder: for BERT
+        "zero1",
+        "fsdp_keep",
+        "fsdp_offload",
+        "zero2_offload",
+        "zero3_offload",
+    ]
+)
 AGAIN = "--activation_checkpointing"
 GPUS = 2 if STAND_IN else torch.cuda.device_count()
 MNIST, BERT = "train_mnist_rnn.py", "train_bert_squad.py"
 NAMES = {MNIST: "LSTM", BERT: "BERT"}
-BASE = {} if STAND_IN else {  # 110 million parameters
-    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "intermediate_size": 3072, "vocab_size": 30522}
+BASE = (
+    {}
+    if STAND_IN
+    else {  # 110 million parameters
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "vocab_size": 30522,
+    }
+)
 STEPS = 20  # over which losses are compared
-SHORT = ["--max_train_steps", STEPS, "--dropout", 0, "--learning_rate", 1e-4,
-         "--per_device_train_batch_size", 8]
+SHORT = [
+    "--max_train_steps",
+    STEPS,
+    "--dropout",
+    0,
+    "--learning_rate",
+    1e-4,
+    "--per_device_train_batch_size",
+    8,
+]
 # How far a loss may be from the baseline's in fp32, relative to it. In fp32 only the order of sums
 # differs. TF32 rounds the operands of matrix products to 11 significant bits and adds up in fp32;
 # bf16 has 8 bits. So TF32 may differ by an eighth of what bf16 may.
@@ -66,10 +91,23 @@ SAME = {"fp32": 1e-4, "tf32": 0.05 / 8, "bf16": 0.05}
 
 def launch(*words, env):
     """`accelerate launch` these words."""
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
-               "--main_process_port", "0", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-                          capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--main_process_port",
+        "0",
+        *map(str, words),
+    ]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 class Checks:
@@ -83,8 +121,18 @@ class Checks:
         (model / "config.json").write_text(json.dumps(config))
         self.flags = {
             MNIST: ["--dataset", "digits"],
-            BERT: ["--model_name_or_path", model, "--from_scratch", "--train_file", squad,
-                   "--validation_file", squad, "--max_eval_samples", 16]}
+            BERT: [
+                "--model_name_or_path",
+                model,
+                "--from_scratch",
+                "--train_file",
+                squad,
+                "--validation_file",
+                squad,
+                "--max_eval_samples",
+                16,
+            ],
+        }
 
     def run(self, script, yaml, *flags, precision="fp32", processes=1, words=(), name="", **env):
         """The run.json of a run, with its exit code, errors and folder besides."""
@@ -93,13 +141,28 @@ class Checks:
         if precision == "fp32":  # the scripts turn TF32 on, with which equal losses cannot be told
             env["NVIDIA_TF32_OVERRIDE"] = "0"
         done = launch(
-            "--config_file", f"accelerate_configs/{yaml}.yaml", "--num_processes", processes,
-            "--mixed_precision", mixed, *words, "tests/spy.py" if "SPY_SCRIPT" in env else script,
-            *self.flags[script], "--output_dir", folder, *flags, env=env)
+            "--config_file",
+            f"accelerate_configs/{yaml}.yaml",
+            "--num_processes",
+            processes,
+            "--mixed_precision",
+            mixed,
+            *words,
+            "tests/spy.py" if "SPY_SCRIPT" in env else script,
+            *self.flags[script],
+            "--output_dir",
+            folder,
+            *flags,
+            env=env,
+        )
         file = folder / "run.json"
         record = json.loads(file.read_text()) if file.exists() else {"loss_history": []}
-        return record | {"code": done.returncode, "err": done.stderr + done.stdout, "at": folder,
-                         "losses": [loss for _, loss in record["loss_history"]]}
+        return record | {
+            "code": done.returncode,
+            "err": done.stderr + done.stdout,
+            "at": folder,
+            "losses": [loss for _, loss in record["loss_history"]],
+        }
 
     def baseline(self, script):
         """The losses with which others are compared: of one process, in fp32 without TF32."""
@@ -121,18 +184,28 @@ class Checks:
         """Add a row that compares a run's losses with others."""
         if run["code"] or len(run["losses"]) != len(losses):
             errors = *re.findall("^error:.*", run["err"], re.M), run["err"][-200:]
-            return self.add(check, f"exit code {run['code']}, {len(run['losses'])} of "
-                            f"{len(losses)} steps: {errors[0]}", False)
+            return self.add(
+                check,
+                f"exit code {run['code']}, {len(run['losses'])} of "
+                f"{len(losses)} steps: {errors[0]}",
+                False,
+            )
         worst = max(abs(a / b - 1) for a, b in zip(run["losses"], losses, strict=True))
-        return self.add(check, f"losses differ by {worst:.1e}, allowed {tolerance:.0e}",
-                        worst <= tolerance)
+        return self.add(
+            check, f"losses differ by {worst:.1e}, allowed {tolerance:.0e}", worst <= tolerance
+        )
 
 
 def check_yamls(checks, precision="fp32"):
     """The losses of each script and YAML, of the same samples. {(script, YAML, processes): run}"""
-    cases = [(script, yaml, processes) for processes in (1, 2)[:GPUS] for script in (MNIST, BERT)
-             for yaml in YAMLS + RUNGS * (script == BERT) if (yaml, precision) != ("dp", "bf16")
-             and (processes == 1 or yaml not in ("baseline", "dp"))]
+    cases = [
+        (script, yaml, processes)
+        for processes in (1, 2)[:GPUS]
+        for script in (MNIST, BERT)
+        for yaml in YAMLS + RUNGS * (script == BERT)
+        if (yaml, precision) != ("dp", "bf16")
+        and (processes == 1 or yaml not in ("baseline", "dp"))
+    ]
 
     def run(case):
         script, yaml, processes = case
@@ -140,8 +213,16 @@ def check_yamls(checks, precision="fp32"):
         if yaml == "dp" and GPUS > 1:  # one process, which uses all GPUs that it sees
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
             devices, env = 2, {"CUDA_VISIBLE_DEVICES": ",".join(seen[:2])}
-        return checks.run(script, yaml, *SHORT, "--per_device_train_batch_size", 8 // devices,
-                          precision=precision, processes=processes, **env)
+        return checks.run(
+            script,
+            yaml,
+            *SHORT,
+            "--per_device_train_batch_size",
+            8 // devices,
+            precision=precision,
+            processes=processes,
+            **env,
+        )
 
     with ThreadPoolExecutor(3) as pool:  # most of each is Python importing
         runs = dict(zip(cases, pool.map(run, cases), strict=True))
@@ -159,22 +240,35 @@ def check_tf32(checks):
     has_it = not STAND_IN and torch.cuda.get_device_capability() >= (8, 0)
     for script in (MNIST, BERT):
         first, without = runs[script, "baseline", 1]["losses"][:1], checks.baseline(script)[:1]
-        checks.add(f"{NAMES[script]}: TF32 is on", f"first loss {first}, without it {without}",
-                   first != without if has_it else None)
+        checks.add(
+            f"{NAMES[script]}: TF32 is on",
+            f"first loss {first}, without it {without}",
+            first != without if has_it else None,
+        )
 
 
 def check_bf16(checks):
     """Besides, the saved models have the same names and dtypes; and fp16."""
     runs = check_yamls(checks, "bf16")
     for script in (MNIST, BERT):
-        saved = {yaml: load_file(run["at"] / "model.safetensors") for (name, yaml, processes), run
-                 in runs.items() if (name, processes) == (script, 1) and not run["code"]}
+        saved = {
+            yaml: load_file(run["at"] / "model.safetensors")
+            for (name, yaml, processes), run in runs.items()
+            if (name, processes) == (script, 1) and not run["code"]
+        }
         kinds = [{name: weight.dtype for name, weight in of.items()} for of in saved.values()]
-        checks.add(f"saved {NAMES[script]} of bf16 runs", f"names and dtypes of {', '.join(saved)}",
-                   all(kind == kinds[0] for kind in kinds))
+        checks.add(
+            f"saved {NAMES[script]} of bf16 runs",
+            f"names and dtypes of {', '.join(saved)}",
+            all(kind == kinds[0] for kind in kinds),
+        )
     if not STAND_IN:
-        checks.compare("BERT baseline fp16", checks.run(BERT, "baseline", *SHORT, precision="fp16"),
-                       checks.baseline(BERT), SAME["bf16"])
+        checks.compare(
+            "BERT baseline fp16",
+            checks.run(BERT, "baseline", *SHORT, precision="fp16"),
+            checks.baseline(BERT),
+            SAME["bf16"],
+        )
 
 
 def check_memory(checks, runs, precision):
@@ -184,13 +278,25 @@ def check_memory(checks, runs, precision):
     for (script, yaml, processes), run in [*runs.items(), ((BERT, "baseline", 1), again)]:
         if script != BERT or run["code"]:
             continue
-        said = memory.memory_of(
-            yaml, sizes, run["per_device_batch_size"], run["workload"]["sequence_length"],
-            processes, precision.replace("fp32", "no"), run is again)["total"] / 1e6
+        said = (
+            memory.memory_of(
+                yaml,
+                sizes,
+                run["per_device_batch_size"],
+                run["workload"]["sequence_length"],
+                processes,
+                precision.replace("fp32", "no"),
+                run is again,
+            )["total"]
+            / 1e6
+        )
         peak = max(rank["peak_memory_mb"] for rank in run["ranks"])
         name = f"{yaml} {precision}{', 2 processes' * (processes - 1)}"
-        checks.add(f"peak memory, {name}{', recomputing' * (run is again)}", f"{peak:,.0f} MB, by "
-                   f"formula {said:,.0f}", None if STAND_IN else 0.85 < peak / said < 1.15)
+        checks.add(
+            f"peak memory, {name}{', recomputing' * (run is again)}",
+            f"{peak:,.0f} MB, by formula {said:,.0f}",
+            None if STAND_IN else 0.85 < peak / said < 1.15,
+        )
 
 
 def check_ladder(checks):
@@ -204,15 +310,23 @@ def check_ladder(checks):
         done = pool.map(lambda case: checks.run(BERT, case[1], *SHORT, *cases[case]), cases)
         runs = dict(zip(cases, done, strict=True))
     expected, free = runs["clipped", "baseline"]["losses"], checks.baseline(BERT)
-    checks.add("clipping changes the losses", f"step {STEPS}: {expected[-1:]}, without {free[-1:]}",
-               expected != free)
+    checks.add(
+        "clipping changes the losses",
+        f"step {STEPS}: {expected[-1:]}, without {free[-1:]}",
+        expected != free,
+    )
     for yaml in clipped[1:]:
         checks.compare(f"clipped under {yaml}", runs["clipped", yaml], expected, 1e-4)
     for yaml in recomputed:
-        checks.compare(f"recomputed under {yaml}, with dropout", runs["again", yaml],
-                       runs["kept", yaml]["losses"], 1e-4)
-    failed = checks.run(BERT, "baseline", *SHORT, SPY_SCRIPT=Path(BERT).stem,
-                        SPY_LIMIT="50" if STAND_IN else "1500")
+        checks.compare(
+            f"recomputed under {yaml}, with dropout",
+            runs["again", yaml],
+            runs["kept", yaml]["losses"],
+            1e-4,
+        )
+    failed = checks.run(
+        BERT, "baseline", *SHORT, SPY_SCRIPT=Path(BERT).stem, SPY_LIMIT="50" if STAND_IN else "1500"
+    )
     lines = re.findall("^error: out of memory.*", failed["err"], re.M)
     checks.add("out of memory", "; ".join(lines) or failed["err"][-200:], len(lines) == 1)
     told = list(memory.explain_run(failed))  # as fit.py prints it
@@ -222,15 +336,33 @@ def check_ladder(checks):
 def check_resume(checks):
     """SIGUSR1 in mid-epoch leaves no process behind; --resume ends as a run left alone."""
     for yaml in YAMLS[1:] if STAND_IN else ("ddp", "fsdp", "zero3"):
-        flags = ["--max_train_steps", 30, "--per_device_train_batch_size", 8, "--dropout", 0.1,
-                 "--checkpointing_steps", 7]  # at which the ranks look at their signals, too
+        flags = [
+            "--max_train_steps",
+            30,
+            "--per_device_train_batch_size",
+            8,
+            "--dropout",
+            0.1,
+            "--checkpointing_steps",
+            7,
+        ]  # at which the ranks look at their signals, too
         calm = checks.run(BERT, yaml, *flags)
-        stopped = checks.run(BERT, yaml, *flags, name=f"stopped-{yaml}", SPY_SCRIPT=Path(BERT).stem,
-                             SPY_SIGNAL="SIGUSR1 0 20", SPY_DIR=str(checks.folder))
+        stopped = checks.run(
+            BERT,
+            yaml,
+            *flags,
+            name=f"stopped-{yaml}",
+            SPY_SCRIPT=Path(BERT).stem,
+            SPY_SIGNAL="SIGUSR1 0 20",
+            SPY_DIR=str(checks.folder),
+        )
         seen = stopped.get("status"), stopped.get("steps")
         left = subprocess.run(["pgrep", "-f", str(stopped["at"])], capture_output=True).stdout
-        checks.add(f"SIGUSR1 under {yaml}", "{} after step {}, {} processes left".format(
-            *seen, len(left.split())), seen == ("preempted", 21) and not left)
+        checks.add(
+            f"SIGUSR1 under {yaml}",
+            "{} after step {}, {} processes left".format(*seen, len(left.split())),
+            seen == ("preempted", 21) and not left,
+        )
         resumed = checks.run(BERT, yaml, *flags, "--resume", name=f"stopped-{yaml}")
         checks.compare(f"resumed in mid-epoch under {yaml}", resumed, calm["losses"], 1e-4)
 
@@ -238,8 +370,9 @@ def check_resume(checks):
 def check_compile(checks):
     """Widths differ, and torch gives up after 8 compilations if each width needs one."""
     backend = "eager" if STAND_IN else "inductor"
-    run = checks.run(BERT, "baseline", *SHORT, words=["--dynamo_backend", backend],
-                     TORCH_LOGS="recompiles")
+    run = checks.run(
+        BERT, "baseline", *SHORT, words=["--dynamo_backend", backend], TORCH_LOGS="recompiles"
+    )
     checks.compare(f"compiled by {backend}", run, checks.baseline(BERT), 1e-3)
     again = run["err"].count("Recompiling function")
     checks.add("compiled again for other shapes", f"{again} times", again <= 8)
@@ -249,41 +382,70 @@ def check_steps(checks):
     """No step waits for the GPU, but where ranks meet; 50 steps more take as long as 50 steps."""
     for script in (MNIST, BERT):
         run = checks.run(script, "baseline", *SHORT, SPY_SCRIPT=Path(script).stem, SPY_SYNC="1")
-        checks.add(f"{NAMES[script]}: no wait in a step", f"exit code {run['code']}",
-                   None if STAND_IN else run["code"] == 0)
+        checks.add(
+            f"{NAMES[script]}: no wait in a step",
+            f"exit code {run['code']}",
+            None if STAND_IN else run["code"] == 0,
+        )
     less, more = (checks.run(BERT, "baseline", *SHORT, "--max_train_steps", n) for n in (50, 100))
     seconds = more["seconds"]["train"] - less["seconds"]["train"]
     ratio = seconds / (50 * 8 / more["samples_per_second"])
-    checks.add("time of 50 steps", f"{seconds:.2f} s more for 100 steps than for 50, "
-               f"{ratio:.2f} of 50 steady steps", STAND_IN or 0.9 < ratio < 1.1)
+    checks.add(
+        "time of 50 steps",
+        f"{seconds:.2f} s more for 100 steps than for 50, {ratio:.2f} of 50 steady steps",
+        STAND_IN or 0.9 < ratio < 1.1,
+    )
 
 
 def check_link(checks):
     """How fast two GPUs talk."""
     if GPUS < 2:
         return checks.add("bandwidth between GPUs", "needs two GPUs", None)
-    done = launch("--config_file", "accelerate_configs/ddp.yaml", "--num_processes", 2,
-                  "sbatch/check.py", "--output_dir", checks.folder / "check", env={})
+    done = launch(
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+        "--num_processes",
+        2,
+        "sbatch/check.py",
+        "--output_dir",
+        checks.folder / "check",
+        env={},
+    )
     if done.returncode:
         return checks.add("bandwidth between GPUs", done.stderr[-200:], False)
     file = checks.folder / "check" / "check.json"
     line = json.loads(file.read_text())["collectives"]["all_reduce"]
     rate, latency = line["bandwidth_bytes_per_second"] / 1e9, line["latency_seconds"] * 1e6
-    return checks.add("bandwidth between GPUs", f"{rate:.1f} GB/s of all-reduce, "
-                      f"latency {latency:.0f} us", rate > 0)
+    return checks.add(
+        "bandwidth between GPUs",
+        f"{rate:.1f} GB/s of all-reduce, latency {latency:.0f} us",
+        rate > 0,
+    )
 
 
-GROUPS = {"fp32": check_yamls, "tf32": check_tf32, "bf16": check_bf16, "ladder": check_ladder,
-          "resume": check_resume, "compile": check_compile, "steps": check_steps,
-          "link": check_link}
+GROUPS = {
+    "fp32": check_yamls,
+    "tf32": check_tf32,
+    "bf16": check_bf16,
+    "ladder": check_ladder,
+    "resume": check_resume,
+    "compile": check_compile,
+    "steps": check_steps,
+    "link": check_link,
+}
 
 
 def read_report(folder):
     """What groups that ran before have left in a folder, or an empty report."""
-    device = "a CPU, standing in for a GPU" if STAND_IN else (
-        f"{GPUS} x {torch.cuda.get_device_name()}")
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__,
-                "accelerate": accelerate.__version__, "cuda": torch.version.cuda}
+    device = (
+        "a CPU, standing in for a GPU" if STAND_IN else (f"{GPUS} x {torch.cuda.get_device_name()}")
+    )
+    versions = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "cuda": torch.version.cuda,
+    }
     report, file = {"device": device, "versions": versions}, folder / "gpu-report.json"
     found = json.loads(file.read_text()) if file.exists() else report | {"groups": {}}
     if not report.items() <= found.items():
@@ -296,11 +458,16 @@ def write_report(report, folder):
     groups = {name: report["groups"][name] for name in GROUPS if name in report["groups"]}
     rows = [(name, *row.values()) for name in groups for row in groups[name]["checks"]]
     missing = ", ".join(name for name in GROUPS if name not in groups)
-    lines = [f"# {report['device']}", "",
-             ", ".join(f"{name} {of}" for name, of in report["versions"].items()), "",
-             *([f"Not run yet: {missing}.", ""] if missing else []),
-             "| group | check | figure | verdict |", "|---|---|---|---|",
-             *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)]
+    lines = [
+        f"# {report['device']}",
+        "",
+        ", ".join(f"{name} {of}" for name, of in report["versions"].items()),
+        "",
+        *([f"Not run yet: {missing}.", ""] if missing else []),
+        "| group | check | figure | verdict |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu-report.md").write_text("\n".join(lines) + "\n")
     (folder / "gpu-report.json").write_text(json.dumps(report | {"groups": groups}, indent=1))
@@ -308,11 +475,22 @@ def write_report(report, folder):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=[*GROUPS], metavar="GROUP",
-                        help="run these groups of checks (default: all)")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"),
-                        help="where the report is, or goes (default: %(default)s)")
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=GROUPS,
+        default=[*GROUPS],
+        metavar="GROUP",
+        help="run these groups of checks (default: all)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/gpu"),
+        help="where the report is, or goes (default: %(default)s)",
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available() and not STAND_IN:
         print("skipped: torch sees no GPU here, so nothing was proven on one")
@@ -328,7 +506,9 @@ def main():
             except Exception as problem:  # a run that failed has no figures; the others go on
                 checks.add(name, f"{type(problem).__name__}: {problem}", False)
             report["groups"][name] = {
-                "seconds": round(time.monotonic() - begun, 1), "checks": checks.rows}
+                "seconds": round(time.monotonic() - begun, 1),
+                "checks": checks.rows,
+            }
             write_report(report, args.output_dir)
             verdicts += [row["verdict"] for row in checks.rows]
     failed = verdicts.count("FAIL")

@@ -23,8 +23,14 @@ sys.path.insert(0, str(ROOT))
 # What `accelerate launch` runs, without the imports of accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-BESIDE = ["test_lab", "test_exercises", "test_profile_exercise", "test_report_exercise",
-          "test_notebook", "test_elsewhere"]
+BESIDE = [
+    "test_lab",
+    "test_exercises",
+    "test_profile_exercise",
+    "test_report_exercise",
+    "test_notebook",
+    "test_elsewhere",
+]
 RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 
@@ -56,8 +62,9 @@ class Result:
 
 def run(command, folder=None, env=None, timeout=240):
     """Run a command in the project's root and return its Result."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True,
-                          timeout=timeout)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout
+    )
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
@@ -65,9 +72,12 @@ def table_of(text, first_cell):
     """The rows of the first table of a page whose header begins like this, as lists of cells; the
     header is the first.
     """
-    lines = text[text.index(f"| {first_cell}"):].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in lines if not re.match(r"\|:?-", line)]
+    lines = text[text.index(f"| {first_cell}") :].split("\n\n")[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if not re.match(r"\|:?-", line)
+    ]
 
 
 def namespaces(setup, *more):
@@ -91,8 +101,9 @@ def run_forked(words, argv, folder, env, timeout):
         return Result(code, out.read(), err.read(), folder)
 
 
-def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True,
-           timeout=240):
+def launch(
+    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240
+):
     """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has
     to exit with 0.
 

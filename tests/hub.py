@@ -46,13 +46,31 @@ class Handler(http.server.BaseHTTPRequestHandler):
         deep = request != ["tree"] or "recursive=true" in self.path
         found = sorted(folder.rglob("*") if deep else folder.iterdir())
         if request == ["tree"]:
-            return self.answer([{"path": str(path.relative_to(repo)), "oid": COMMIT,
-                                 "type": "file" if path.is_file() else "directory",
-                                 "size": path.stat().st_size} for path in found])
+            return self.answer(
+                [
+                    {
+                        "path": str(path.relative_to(repo)),
+                        "oid": COMMIT,
+                        "type": "file" if path.is_file() else "directory",
+                        "size": path.stat().st_size,
+                    }
+                    for path in found
+                ]
+            )
         names = [{"rfilename": str(path.relative_to(repo))} for path in found if path.is_file()]
-        return self.answer({
-            "id": name, "sha": COMMIT, "siblings": names, "tags": [], "private": False,
-            "gated": False, "disabled": False, "downloads": 0, "likes": 0})
+        return self.answer(
+            {
+                "id": name,
+                "sha": COMMIT,
+                "siblings": names,
+                "tags": [],
+                "private": False,
+                "gated": False,
+                "disabled": False,
+                "downloads": 0,
+                "likes": 0,
+            }
+        )
 
     do_HEAD = do_GET
 

@@ -8,9 +8,20 @@ import socket
 import sys
 from pathlib import Path
 
-NAMES = ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-         "CUDA_VISIBLE_DEVICES", "ACCELERATE_MIXED_PRECISION", "FROM_THE_SITE_FILE",
-         "PYTHONFAULTHANDLER", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]
+NAMES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "ACCELERATE_MIXED_PRECISION",
+    "FROM_THE_SITE_FILE",
+    "PYTHONFAULTHANDLER",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+]
 folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 folder.mkdir(parents=True, exist_ok=True)
 seen = {name: os.environ.get(name) for name in NAMES}

@@ -49,8 +49,9 @@ sys.path.insert(0, str(ROOT))
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
-DATA, EVALUATE = (("Images", "evaluate") if hasattr(script, "Images")
-                  else ("Features", "evaluate_epoch"))
+DATA, EVALUATE = (
+    ("Images", "evaluate") if hasattr(script, "Images") else ("Features", "evaluate_epoch")
+)
 COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints, steps
 FETCHED = collections.deque()
 STARTED = time.time()  # tells this process from the one of an earlier job
@@ -60,6 +61,7 @@ def instead(name, *orders, owner=script):
     """Decorator: where any of these is ordered, the function stands in the place of `owner.name`.
     Its first argument is the original.
     """
+
     def replace(function):
         if ORDERS.keys().isdisjoint(orders):
             return

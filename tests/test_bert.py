@@ -33,13 +33,24 @@ TINY = f"""--model_name_or_path tests/data/tiny_bert --from_scratch --train_file
 GLOBAL_BATCH, STEPS = 16, 24  # an epoch has 13
 # These move the logits of all tokens, or of all keys, alike: a softmax does not see that, their
 # gradients are zero but for rounding, and Adam makes steps of a fixed size out of the rounding.
-NO_GRADIENT = re.compile(r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias"
-                         r"|attention\.self\.key\.bias")
+NO_GRADIENT = re.compile(
+    r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias"
+    r"|attention\.self\.key\.bias"
+)
 
 
 def flags(micro_batch=8, accumulation=1, dropout=0.0):
-    return [*TINY, "--per_device_train_batch_size", micro_batch, "--gradient_accumulation_steps",
-            accumulation, "--dropout", dropout, "--max_train_steps", STEPS]
+    return [
+        *TINY,
+        "--per_device_train_batch_size",
+        micro_batch,
+        "--gradient_accumulation_steps",
+        accumulation,
+        "--dropout",
+        dropout,
+        "--max_train_steps",
+        STEPS,
+    ]
 
 
 def predictions(result):
@@ -111,8 +122,9 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
             "zero3": (psi / 2 + whole, psi / 2, psi, psi / 2),
         }[strategy]
         assert whole < 0.02 * psi
-        expected = dict(zip(("parameters", "gradients", "states", "master_copy"), expected,
-                            strict=True))
+        expected = dict(
+            zip(("parameters", "gradients", "states", "master_copy"), expected, strict=True)
+        )
         for name, size in expected.items():
             most = size * 1.01 + cut * ((strategy, name) == ("zero2", "gradients"))
             assert size * 0.99 <= held[name] <= most, f"rank {rank}: {name}"
@@ -125,8 +137,16 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
 @pytest.mark.slow
 def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
     results = [baseline, *(runs(strategy) for strategy in STRATEGIES)]
-    answers = run([sys.executable, "tests/reload.py", QUESTIONS, "128", "32",
-                   *(str(result.folder) for result in results)])
+    answers = run(
+        [
+            sys.executable,
+            "tests/reload.py",
+            QUESTIONS,
+            "128",
+            "32",
+            *(str(result.folder) for result in results),
+        ]
+    )
     assert answers.code == 0, answers.err
     for result, reloaded in zip(results, json.loads(answers.out.splitlines()[-1]), strict=True):
         assert reloaded == predictions(result)
@@ -168,8 +188,9 @@ def test_the_best_by_validation_loss_is_kept(runs):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """strategy -> the Result of a run with dropout that nothing happened to."""
-    return cache(lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy),
-                                        *flags(dropout=0.1)))
+    return cache(
+        lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *flags(dropout=0.1))
+    )
 
 
 def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
@@ -241,10 +262,23 @@ def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_p
 def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
     begun = tmp_path / "begun"
     env = {"SPY_SCRIPT": "train_bert_squad", "HF_HOME": str(tmp_path), "SPY_TOKENS": str(begun)}
-    words = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0",
-             "tests/spy.py", "--output_dir", tmp_path / "run", *map(str, flags())]
-    launcher = subprocess.Popen([*ACCELERATE, *words], cwd=ROOT, env=environment(env),
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+        "--main_process_port",
+        "0",
+        "tests/spy.py",
+        "--output_dir",
+        tmp_path / "run",
+        *map(str, flags()),
+    ]
+    launcher = subprocess.Popen(
+        [*ACCELERATE, *words],
+        cwd=ROOT,
+        env=environment(env),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     processes = psutil.Process(launcher.pid)
     try:
         while not begun.exists():
@@ -271,8 +305,12 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
     data = ROOT / "tests" / "data" / "squad_v2.json"
     words = [*TINY, "--train_file", data, "--validation_file", data, "--version_2_with_negative"]
     result = launch("ddp", SCRIPT, tmp_path, *words, "--dropout", 0, "--num_epochs", 25)
-    questions = [qa for article in json.loads(data.read_text())["data"]
-                 for part in article["paragraphs"] for qa in part["qas"]]
+    questions = [
+        qa
+        for article in json.loads(data.read_text())["data"]
+        for part in article["paragraphs"]
+        for qa in part["qas"]
+    ]
     answers = predictions(result)
     empty = {qa["id"] for qa in questions if qa["is_impossible"]}
     assert len(empty) == 24 and sum(answers[question] == "" for question in empty) >= 20
@@ -288,8 +326,10 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     few = ["--max_train_steps", 8, "--max_eval_samples", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
     for strategy, precision, dynamo, rel in (
-            *((name, "bf16", "no", 0.05) for name in STRATEGIES[1:]),
-            ("ddp", "bf16", "eager", 0.05), ("fsdp", "no", "eager", 1e-5)):
+        *((name, "bf16", "no", 0.05) for name in STRATEGIES[1:]),
+        ("ddp", "bf16", "eager", 0.05),
+        ("fsdp", "no", "eager", 1e-5),
+    ):
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
         folder = tmp_path / (strategy + precision)
         result = launch(strategy, SCRIPT, folder, *flags(8), *few, launcher=launcher)
@@ -307,8 +347,14 @@ def test_every_width_is_compiled_once(tmp_path):
     the rest uncompiled. It compiles for the first, then for all, and again to evaluate.
     """
     few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
-    result = launch("baseline", SCRIPT, tmp_path, *few, launcher=["--dynamo_backend", "eager"],
-                    env={"SPY_SHAPES": "4"})
+    result = launch(
+        "baseline",
+        SCRIPT,
+        tmp_path,
+        *few,
+        launcher=["--dynamo_backend", "eager"],
+        env={"SPY_SHAPES": "4"},
+    )
     assert result.record["workload"]["dynamo"] == "eager"
     assert "recompile_limit" not in result.err + result.out
 
@@ -320,9 +366,16 @@ def test_every_width_is_compiled_once(tmp_path):
 def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     """SQuAD v1.1 and a pretrained encoder, four steps."""
     squad = real_data / "squad"
-    real = ["--model_name_or_path", real_data / "minilm", "--train_file", squad / "train.json",
-            "--validation_file", squad / "dev.json", *"--max_train_samples 64 --max_eval_samples "
-            "16 --max_train_steps 4 --dropout 0 --per_device_train_batch_size".split()]
+    real = [
+        "--model_name_or_path",
+        real_data / "minilm",
+        "--train_file",
+        squad / "train.json",
+        "--validation_file",
+        squad / "dev.json",
+        *"--max_train_samples 64 --max_eval_samples "
+        "16 --max_train_steps 4 --dropout 0 --per_device_train_batch_size".split(),
+    ]
     reference = launch("baseline", SCRIPT, tmp_path / "baseline", *real, 8)
     metrics = reference.record["metrics"]
     for strategy in STRATEGIES:

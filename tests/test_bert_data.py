@@ -28,9 +28,16 @@ V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_ber
 
 
 def options(**changes):
-    values = {"train_file": V1, "validation_file": V1, "version_2_with_negative": False,
-              "max_train_samples": 0, "max_eval_samples": 0, "max_seq_length": 96,
-              "doc_stride": 24, "model_name_or_path": MODEL}
+    values = {
+        "train_file": V1,
+        "validation_file": V1,
+        "version_2_with_negative": False,
+        "max_train_samples": 0,
+        "max_eval_samples": 0,
+        "max_seq_length": 96,
+        "doc_stride": 24,
+        "model_name_or_path": MODEL,
+    }
     return Namespace(**values | changes)
 
 
@@ -52,24 +59,34 @@ def nested(text="Rosa", start=0, drop=None, **more):
     return file
 
 
-@pytest.mark.parametrize("content, sentence", [
-    (nested(start=5), ": question q1 has the answer 'Rosa', which is not at character 5 of"),
-    (nested(start=-4), ": question q1 has the answer 'Rosa', which is not at character -4"),
-    (nested(text=""), ": question q1 has the answer ''"),
-    (nested(answers=[]), ": question q1 has no answer: add --version_2_with_negative"),
-    (nested(is_impossible=True), ": question q1 has no answer: add --version_2_with_negative"),
-    ({"data": nested()["data"] * 2}, ": question q1 is there twice"),
-    (nested(drop="answers"), " is not in SQuAD's form, at question q1: KeyError('answers')"),
-    (nested(drop="answer_start"), " is not in SQuAD's form, at question q1: KeyError('answer_s"),
-    (nested(drop="id"), " is not in SQuAD's form, at question None: KeyError('id')"),
-    (nested(drop="data"), " is not in SQuAD's form, at its top: KeyError('data')"),
-    (nested(start="x"), " is not in SQuAD's form, at question q1: ValueError("),
-    ([1, 2], " is not in SQuAD's form, at its top: TypeError("),
-    ("[" * 100_000, " is not in SQuAD's form, at its top: RecursionError("),
-    ('{"data": [', " is not in SQuAD's form, at its top: JSONDecodeError('Expecting value: line"),
-    (b"\xff\xfe\x00", " is not in SQuAD's form, at its top: UnicodeDecodeError('utf-8'"),
-    ({"data": []}, " has no questions"),
-], ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (nested(start=5), ": question q1 has the answer 'Rosa', which is not at character 5 of"),
+        (nested(start=-4), ": question q1 has the answer 'Rosa', which is not at character -4"),
+        (nested(text=""), ": question q1 has the answer ''"),
+        (nested(answers=[]), ": question q1 has no answer: add --version_2_with_negative"),
+        (nested(is_impossible=True), ": question q1 has no answer: add --version_2_with_negative"),
+        ({"data": nested()["data"] * 2}, ": question q1 is there twice"),
+        (nested(drop="answers"), " is not in SQuAD's form, at question q1: KeyError('answers')"),
+        (
+            nested(drop="answer_start"),
+            " is not in SQuAD's form, at question q1: KeyError('answer_s",
+        ),
+        (nested(drop="id"), " is not in SQuAD's form, at question None: KeyError('id')"),
+        (nested(drop="data"), " is not in SQuAD's form, at its top: KeyError('data')"),
+        (nested(start="x"), " is not in SQuAD's form, at question q1: ValueError("),
+        ([1, 2], " is not in SQuAD's form, at its top: TypeError("),
+        ("[" * 100_000, " is not in SQuAD's form, at its top: RecursionError("),
+        (
+            '{"data": [',
+            " is not in SQuAD's form, at its top: JSONDecodeError('Expecting value: line",
+        ),
+        (b"\xff\xfe\x00", " is not in SQuAD's form, at its top: UnicodeDecodeError('utf-8'"),
+        ({"data": []}, " has no questions"),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
 def test_malformed_files_are_named_with_question_and_fault(content, sentence, tmp_path):
     file = tmp_path / "questions.json"
     content = content if isinstance(content, str | bytes) else json.dumps(content)
@@ -96,13 +113,18 @@ def features(cache, tokenizer):
 
 def test_spans_where_characters_and_tokens_do_not_match():
     """A tokenizer makes several tokens of some characters (Hangul), and none of others."""
-    offsets = np.array([[0, 0], [0, 3], [0, 0], [0, 1], [0, 1], [0, 1], [1, 3], [3, 4], [5, 8],
-                        [0, 0]])
+    offsets = np.array(
+        [[0, 0], [0, 3], [0, 0], [0, 1], [0, 1], [0, 1], [1, 3], [3, 4], [5, 8], [0, 0]]
+    )
     for text, start, span in (
-            ("x", 0, (3, 5)), ("xyz", 0, (3, 6)), (" xyz ", -1, (3, 6)),
-            ("_abc", 4, (8, 8)),  # character 4 has no token
-            ("y", 1, (6, 6)),  # inside of a token
-            ("abcd", 5, (0, 0)), ("", 0, (0, 0))):
+        ("x", 0, (3, 5)),
+        ("xyz", 0, (3, 6)),
+        (" xyz ", -1, (3, 6)),
+        ("_abc", 4, (8, 8)),  # character 4 has no token
+        ("y", 1, (6, 6)),  # inside of a token
+        ("abcd", 5, (0, 0)),
+        ("", 0, (0, 0)),
+    ):
         answers = {"text": [text] * bool(text), "answer_start": [start] * bool(text)}
         assert script.find_span(offsets, 3, answers) == span, text
 
@@ -112,20 +134,30 @@ def test_tokens_are_those_of_the_batches(features, ranks, accumulation):
     """What the record says is what every rank reads, batch by batch, also after a resume."""
     parts = ranks * accumulation
     size, first, steps = 4 * parts, 3, 2 * (len(features) // (4 * parts)) - 1
-    run = Namespace(global_batch_size=size, batch_size=4 * ranks, epochs=2, step=steps,
-                    accelerator=Namespace(num_processes=ranks), args=Namespace(seed=5),
-                    seconds={"train": 2.0})
+    run = Namespace(
+        global_batch_size=size,
+        batch_size=4 * ranks,
+        epochs=2,
+        step=steps,
+        accelerator=Namespace(num_processes=ranks),
+        args=Namespace(seed=5),
+        seconds={"train": 2.0},
+    )
     sampler, masks = script.EpochSampler(features.lengths, size, 5), []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
         ids = list(sampler)
-        masks += [features.__getitems__(ids[i : i + 4])[0]["attention_mask"]
-                  for i in range(0, len(ids), 4)]
+        masks += [
+            features.__getitems__(ids[i : i + 4])[0]["attention_mask"]
+            for i in range(0, len(ids), 4)
+        ]
     masks = masks[: steps * parts]
     tokens, places = [mask.sum().item() for mask in masks], sum(mask.numel() for mask in masks)
     assert script.describe_tokens(features, run, first) == {
-        "tokens": sum(tokens), "padding_share": round(1 - sum(tokens) / places, 4),
-        "tokens_per_second": sum(tokens[first * parts :]) / 2}
+        "tokens": sum(tokens),
+        "padding_share": round(1 - sum(tokens) / places, 4),
+        "tokens_per_second": sum(tokens[first * parts :]) / 2,
+    }
 
 
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, monkeypatch):
@@ -143,8 +175,11 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
     assert again.key == first.key and not new
     assert again.table["input_ids"][:] == first.table["input_ids"][:]
     assert torch.equal(again.start, first.start) and torch.equal(again.end, first.end)
-    others = [load(options(max_seq_length=80)), load(options(doc_stride=16)),
-              load(questions=questions[1:])]
+    others = [
+        load(options(max_seq_length=80)),
+        load(options(doc_stride=16)),
+        load(questions=questions[1:]),
+    ]
     before = script.tokenize
     with monkeypatch.context() as changes:  # another source
         changes.setattr(script, "tokenize", lambda *args, **options: before(*args, **options))
@@ -162,8 +197,13 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
 
     [file] = cache.glob(f"{first.key}*")
     whole = file.read_bytes()
-    for damaged in (b"", whole[:1000], whole[:-1000], b"x" * 1000,
-                    whole[:4] + bytes(100) + whole[104:]):
+    for damaged in (
+        b"",
+        whole[:1000],
+        whole[:-1000],
+        b"x" * 1000,
+        whole[:4] + bytes(100) + whole[104:],
+    ):
         file.write_bytes(damaged)
         features, new = load()
         assert new and torch.equal(features.start, first.start) and file.read_bytes() == whole
@@ -184,8 +224,10 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     assert order.shape == (200, 10) and len(set(order.flatten().tolist())) == 2_000  # 5 are dropped
     assert torch.equal(order, epoch_order(0, 0))
     assert lengths[order[0]].max() == lengths[order].max(), "the longest comes first"
-    batches = [{frozenset(batch) for batch in epoch_order(*which).tolist()}
-               for which in ((0, 0), (0, 1), (7, 0))]
+    batches = [
+        {frozenset(batch) for batch in epoch_order(*which).tolist()}
+        for which in ((0, 0), (0, 1), (7, 0))
+    ]
     assert len(set.union(*batches)) == 600, "another seed or epoch has other batches"
     spread = (lengths[order].amax(1) - lengths[order].amin(1)).float()
     assert spread.mean() < 15  # of 354
@@ -194,33 +236,49 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     assert shorter == pytest.approx(0.5, abs=0.15), "not sorted over the epoch"
 
 
-@pytest.mark.parametrize("prediction, references, v1, v2", [
-    ("The Green Heron!", ["green heron"], (100, 100), (100, 100)),  # case, punctuation, article
-    ("another apple", ["apple"], (0, 200 / 3), (0, 200 / 3)),  # "an" only as a word of its own
-    ("the cat sat", ["cat", "the cat sat down"], (0, 80), (0, 80)),  # the best of several answers
-    ("sea - water", ["sea-water"], (0, 0), (0, 0)),  # punctuation is deleted, not a space
-    ("the the dog dog", ["dog"], (0, 200 / 3), (0, 200 / 3)),  # words count as often as they occur
-    ("Zoë  Carter\n", ["zoë carter"], (100, 100), (100, 100)),
-    ("watchmakers’ guild", ["watchmakers guild"], (0, 50), (0, 50)),  # not ASCII's punctuation
-    ("blue", ["red"], (0, 0), (0, 0)),
-    ("", [], None, (100, 100)),  # v2.0: rightly no answer
-    ("red", [], None, (0, 0)),
-    ("", [""], (100, 0), (100, 100)),  # v1.1 gives F1 0 also where there are no words
-    ("the", ["a"], (100, 0), (100, 100)),
-    ("red", ["the", "red"], (100, 100), (100, 100)),
-    ("", ["the", "red"], (100, 0), (0, 0)),  # v2.0 leaves out answers of nothing but articles
-])
+@pytest.mark.parametrize(
+    "prediction, references, v1, v2",
+    [
+        ("The Green Heron!", ["green heron"], (100, 100), (100, 100)),  # case, punctuation, article
+        ("another apple", ["apple"], (0, 200 / 3), (0, 200 / 3)),  # "an" only as a word of its own
+        (
+            "the cat sat",
+            ["cat", "the cat sat down"],
+            (0, 80),
+            (0, 80),
+        ),  # the best of several answers
+        ("sea - water", ["sea-water"], (0, 0), (0, 0)),  # punctuation is deleted, not a space
+        (
+            "the the dog dog",
+            ["dog"],
+            (0, 200 / 3),
+            (0, 200 / 3),
+        ),  # words count as often as they occur
+        ("Zoë  Carter\n", ["zoë carter"], (100, 100), (100, 100)),
+        ("watchmakers’ guild", ["watchmakers guild"], (0, 50), (0, 50)),  # not ASCII's punctuation
+        ("blue", ["red"], (0, 0), (0, 0)),
+        ("", [], None, (100, 100)),  # v2.0: rightly no answer
+        ("red", [], None, (0, 0)),
+        ("", [""], (100, 0), (100, 100)),  # v1.1 gives F1 0 also where there are no words
+        ("the", ["a"], (100, 0), (100, 100)),
+        ("red", ["the", "red"], (100, 100), (100, 100)),
+        ("", ["the", "red"], (100, 0), (0, 0)),  # v2.0 leaves out answers of nothing but articles
+    ],
+)
 def test_scores_follow_the_official_rules(prediction, references, v1, v2):
     """By v1.1, and by v2.0. Another question has a wrong answer: scores are means."""
     texts, given = (references, ["red"]), (prediction, "blue")
     for config, expected in (("squad", v1), ("squad_v2", v2)):
         if expected:
             scores = script.SquadMetric(config, keep_in_memory=True).compute(
-                predictions=[{"id": str(i), "prediction_text": text}
-                             for i, text in enumerate(given)],
-                references=[{"id": str(i), "answers": {"text": right,
-                                                       "answer_start": [0] * len(right)}}
-                            for i, right in enumerate(texts)])
+                predictions=[
+                    {"id": str(i), "prediction_text": text} for i, text in enumerate(given)
+                ],
+                references=[
+                    {"id": str(i), "answers": {"text": right, "answer_start": [0] * len(right)}}
+                    for i, right in enumerate(texts)
+                ],
+            )
             assert 2 * scores["exact_match"] == expected[0]
             assert 2 * scores["f1"] == pytest.approx(expected[1])
 
@@ -247,23 +305,28 @@ def refused(monkeypatch, tmp_path, *flags):
     return str(exit.value)
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    ("--num_epochs 0", "--num_epochs must be greater than 0"),
-    ("--max_train_samples -1", "--max_train_samples must be greater than 0"),
-    ("--dropout 1", "--dropout must be less than 1"),
-    ("--learning_rate nan", "--learning_rate must be greater than 0"),
-    ("--models bert", "unrecognized arguments: --models"),
-    ("--train_file x.json", "--train_file and --validation_file go together"),
-    (LOCAL + "--train_file /no.json --validation_file x", "cannot read /no.json: No such file"),
-    (LOCAL + "--train_file V2 --validation_file V2", "add --version_2_with_negative if this"),
-    (LOCAL + FILES + "--max_seq_length 513", "513 is more than the 512 positions of"),
-    (LOCAL + FILES + "--max_seq_length 64 --doc_stride 60",
-     "tokens for its context, which must be more than --doc_stride 60"),
-    (LOCAL + FILES + "--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10"),
-    (LOCAL + FILES + "--per_device_train_batch_size 500", "the global batch of 500"),
-    (FILES + "--model_name_or_path a/b/c", "cannot load a/b/c: "),
-    ("", "cannot load google-bert/bert-base-uncased: .*--prepare_data_only"),
-])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--num_epochs 0", "--num_epochs must be greater than 0"),
+        ("--max_train_samples -1", "--max_train_samples must be greater than 0"),
+        ("--dropout 1", "--dropout must be less than 1"),
+        ("--learning_rate nan", "--learning_rate must be greater than 0"),
+        ("--models bert", "unrecognized arguments: --models"),
+        ("--train_file x.json", "--train_file and --validation_file go together"),
+        (LOCAL + "--train_file /no.json --validation_file x", "cannot read /no.json: No such file"),
+        (LOCAL + "--train_file V2 --validation_file V2", "add --version_2_with_negative if this"),
+        (LOCAL + FILES + "--max_seq_length 513", "513 is more than the 512 positions of"),
+        (
+            LOCAL + FILES + "--max_seq_length 64 --doc_stride 60",
+            "tokens for its context, which must be more than --doc_stride 60",
+        ),
+        (LOCAL + FILES + "--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10"),
+        (LOCAL + FILES + "--per_device_train_batch_size 500", "the global batch of 500"),
+        (FILES + "--model_name_or_path a/b/c", "cannot load a/b/c: "),
+        ("", "cannot load google-bert/bert-base-uncased: .*--prepare_data_only"),
+    ],
+)
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     assert re.search(sentence, refused(monkeypatch, tmp_path, *flags.split()))
 
@@ -281,17 +344,23 @@ def model_folder(tmp_path, drop=None, **config):
     return folder
 
 
-@pytest.mark.parametrize("drop, config, sentence", [
-    ("model.safetensors", {}, "cannot load the model {}: Error no file named"),
-    ("config.json", {}, "cannot load {}: "),
-    ("vocab.txt", {}, "{} is a bert model with a BertTokenizer of 5 tokens"),
-    (None, {"model_type": "roberta"}, "{} is a roberta model with a "),
-    (None, {"vocab_size": 100}, "{} is a bert model with a BertTokenizer of 341 tokens"),
-    (None, {"hidden_size": 64}, "cannot load the model {}"),
-    (None, {"num_hidden_layers": 3},
-     "the weights of {} lack 16 parameters, such as bert.encoder.layer.2."),
-    (None, {"tokenizer_class": "ByT5Tokenizer"}, "{} is a bert model with a ByT5Tokenizer"),
-])
+@pytest.mark.parametrize(
+    "drop, config, sentence",
+    [
+        ("model.safetensors", {}, "cannot load the model {}: Error no file named"),
+        ("config.json", {}, "cannot load {}: "),
+        ("vocab.txt", {}, "{} is a bert model with a BertTokenizer of 5 tokens"),
+        (None, {"model_type": "roberta"}, "{} is a roberta model with a "),
+        (None, {"vocab_size": 100}, "{} is a bert model with a BertTokenizer of 341 tokens"),
+        (None, {"hidden_size": 64}, "cannot load the model {}"),
+        (
+            None,
+            {"num_hidden_layers": 3},
+            "the weights of {} lack 16 parameters, such as bert.encoder.layer.2.",
+        ),
+        (None, {"tokenizer_class": "ByT5Tokenizer"}, "{} is a bert model with a ByT5Tokenizer"),
+    ],
+)
 def test_model_folders_that_are_not_whole(drop, config, sentence, monkeypatch, tmp_path):
     folder = model_folder(tmp_path, drop, **config)
     if "tokenizer_class" in config:
@@ -314,8 +383,15 @@ def test_one_line_from_two_processes(tmp_path):
     """Also where only one rank reads first: no process hangs, and no folder is made."""
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(nested(start=3)))
-    flags = ["--model_name_or_path", MODEL, "--from_scratch", "--train_file", bad,
-             "--validation_file", V1]
+    flags = [
+        "--model_name_or_path",
+        MODEL,
+        "--from_scratch",
+        "--train_file",
+        bad,
+        "--validation_file",
+        V1,
+    ]
     result = launch("zero3", SCRIPT, tmp_path / "run", *flags, ok=False)
     assert f"{bad}: question q1 has the answer 'Rosa', which is not at" in result.error_line()
     assert not (tmp_path / "run").exists()
@@ -341,14 +417,15 @@ def test_the_default_model_and_data_come_from_the_hub_once(tmp_path, request):
     (root / "google-bert").mkdir(parents=True)
     model_folder(tmp_path).rename(root / "google-bert" / "bert-base-uncased")
     (squad / "plain_text").mkdir(parents=True)
-    rows = script.datasets.Dataset.from_list(
-        [row | {"title": ""} for row in script.read_squad(V1)])
+    rows = script.datasets.Dataset.from_list([row | {"title": ""} for row in script.read_squad(V1)])
     for split in ("train", "validation"):
         rows.to_parquet(squad / "plain_text" / f"{split}-00000-of-00001.parquet")
     (squad / "README.md").write_text(SQUAD_CARD)
     with hub.serve(root) as address:
-        prepared = run([sys.executable, SCRIPT, "--prepare_data_only"],
-                       env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address})
+        prepared = run(
+            [sys.executable, SCRIPT, "--prepare_data_only"],
+            env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address},
+        )
     assert prepared.code == 0 and "132 training questions and" in prepared.out, prepared.err
     home = Path(os.environ["HF_HOME"])  # that of all tests
     for folder in [*home.glob("*/*google-bert*"), *home.glob("*/*rajpurkar*")]:
@@ -383,8 +460,9 @@ def test_help_lists_the_flags_of_the_page(script, monkeypatch, capsys):
         script.parse_args()
     shown = capsys.readouterr().out
     rows = table_of((ROOT / "docs" / "scripts.md").read_text(), "flag ")[1:]
-    flags = [flag for names, text in rows if other not in text
-             for flag in re.findall(r"--\w+", names)]
+    flags = [
+        flag for names, text in rows if other not in text for flag in re.findall(r"--\w+", names)
+    ]
     assert len(flags) >= 9 and all(re.search(rf"^  {flag}\b", shown, re.M) for flag in flags)
     monkeypatch.setattr(sys, "argv", ["script"])
     assert script.parse_args().collective_timeout == 1800

@@ -14,12 +14,16 @@ from conftest import ROOT, RUNGS, STRATEGIES
 CONFIGS = ROOT / "accelerate_configs"
 YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
 # Where the run takes place, and what is a hyper-parameter; the first two have no effect anyway.
-FORBIDDEN = set("""rdzv_backend same_network machine_rank num_machines main_process_ip
+FORBIDDEN = set(
+    """rdzv_backend same_network machine_rank num_machines main_process_ip
     main_process_port gpu_ids use_cpu tpu_name tpu_zone gradient_accumulation_steps
-    gradient_clipping""".split())
+    gradient_clipping""".split()
+)
 RECOMPUTES = "fsdp_activation_checkpointing"  # with other dropout masks: preserve_rng_state=False
-FSDP_VARIANTS = {"fsdp_keep": {"fsdp_reshard_after_forward": False},
-                 "fsdp_offload": {"fsdp_offload_params": True}}  # they differ in one option
+FSDP_VARIANTS = {
+    "fsdp_keep": {"fsdp_reshard_after_forward": False},
+    "fsdp_offload": {"fsdp_offload_params": True},
+}  # they differ in one option
 SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
 # DeepSpeed says nothing of a top-level key that it does not know. A JSON may have these and no
 # other, with these values.
@@ -29,8 +33,11 @@ JSON_VALUES = dict.fromkeys(AUTO, "auto") | {
     "gradient_clipping": 0.0,  # none, where accelerate and DeepSpeed have a default of 1
     "timers": {"throughput": {"enabled": False}},  # it would stop the GPU at every step
 }
-JSON_KEYS = {*JSON_VALUES, "zero_optimization",
-             "zero_force_ds_cpu_optimizer"}  # off: torch's AdamW works on a CPU, uncompiled
+JSON_KEYS = {
+    *JSON_VALUES,
+    "zero_optimization",
+    "zero_force_ds_cpu_optimizer",
+}  # off: torch's AdamW works on a CPU, uncompiled
 
 
 def faults(text):
@@ -53,7 +60,8 @@ def faults(text):
         file = str(config["deepspeed_config"].get("deepspeed_config_file"))
         found += [f"deepspeed_config_file: {file} is not there"] * (not (ROOT / file).is_file())
         found += ["accelerate refuses mixed_precision beside a JSON"] * (
-            "mixed_precision" in config)
+            "mixed_precision" in config
+        )
     return found
 
 
@@ -62,11 +70,18 @@ def json_faults(config):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    return ([f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
-            + [f"DeepSpeed has no zero_optimization.{key}"
-               for key in set(config["zero_optimization"]) - known]
-            + [f"{key} is not {value}" for key, value in JSON_VALUES.items()
-               if config.get(key) != value])
+    return (
+        [f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
+        + [
+            f"DeepSpeed has no zero_optimization.{key}"
+            for key in set(config["zero_optimization"]) - known
+        ]
+        + [
+            f"{key} is not {value}"
+            for key, value in JSON_VALUES.items()
+            if config.get(key) != value
+        ]
+    )
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
@@ -115,25 +130,35 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
 ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config: "
 
 
-@pytest.mark.parametrize("change, fault", [
-    ("rdzv_backend: c10d", "rdzv_backend does not belong"),
-    ("num_machines: 2", "num_machines does not belong"),
-    ("gpu_ids: '0'", "gpu_ids does not belong"),
-    ("world_size: 2", "world_size is not read"),
-    ("fsdp_config: {fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
-    ("deepspeed_config: {gradient_clipping: 1}", "gradient_clipping does not belong"),
-    (f"fsdp_config: {{{RECOMPUTES}: true}}", f"{RECOMPUTES} is wrong"),
-    (f"{ZERO}{{deepspeed_config_file: zero9.json}}", "deepspeed_config_file: zero9.json is not"),
-    (f"{ZERO}{{zero3_init_flag: false}}", "deepspeed_config_file: None is not"),
-    (f"{ZERO}{{}}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
-    ({"train_batch_size": 64}, "train_batch_size does not belong"),
-    ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu is not auto"),
-    ({"gradient_clipping": 1.0}, "gradient_clipping is not 0.0"),
-    ({"zero_optimization": {"overlap_com": True}}, "DeepSpeed has no zero_optimization.overlap_co"),
-    ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
-    ({"timers": {}}, "timers is not"),
-    ({"bf16": {"enabled": True}}, "bf16 is not"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ("rdzv_backend: c10d", "rdzv_backend does not belong"),
+        ("num_machines: 2", "num_machines does not belong"),
+        ("gpu_ids: '0'", "gpu_ids does not belong"),
+        ("world_size: 2", "world_size is not read"),
+        ("fsdp_config: {fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
+        ("deepspeed_config: {gradient_clipping: 1}", "gradient_clipping does not belong"),
+        (f"fsdp_config: {{{RECOMPUTES}: true}}", f"{RECOMPUTES} is wrong"),
+        (
+            f"{ZERO}{{deepspeed_config_file: zero9.json}}",
+            "deepspeed_config_file: zero9.json is not",
+        ),
+        (f"{ZERO}{{zero3_init_flag: false}}", "deepspeed_config_file: None is not"),
+        (f"{ZERO}{{}}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
+        ({"train_batch_size": 64}, "train_batch_size does not belong"),
+        ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu is not auto"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping is not 0.0"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "DeepSpeed has no zero_optimization.overlap_co",
+        ),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
+        ({"timers": {}}, "timers is not"),
+        ({"bf16": {"enabled": True}}, "bf16 is not"),
+    ],
+    ids=str,
+)
 def test_a_bad_key_is_found(change, fault):
     if isinstance(change, str):
         found = faults(f"distributed_type: MULTI_GPU\nnum_processes: 2\n{change}\n")

@@ -20,8 +20,14 @@ from conftest import ROOT, namespaces, run, table_of
 import fit
 from reporting import links, memory
 
-PAGES = {page: page.read_text() for page in [
-    ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]}
+PAGES = {
+    page: page.read_text()
+    for page in [
+        ROOT / "README.md",
+        ROOT / "benchmarks" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+}
 [LOOPS] = [text for text in PAGES.values() if "\n# train_ddp.py\n" in text]  # same loop, two ways
 BLOCKS = re.findall(r"```\w*\n(.*?)```", LOOPS, re.S)
 OTHERS = {"--logdir", "--pid"}  # flags of TensorBoard and py-spy
@@ -61,9 +67,11 @@ def test_the_formulas_are_those_of_the_report(parameters):
     for strategy, *cells in rows:
         for n in (2, 8):
             names = {"P": parameters, "n": n, "g": max(1, 2 - 30e6 / parameters)}
-            expected = [memory.bytes_held(strategy, parameters, n),
-                        links.bytes_sent(strategy, parameters, n),
-                        links.bytes_sent(strategy, parameters, n, gloo=True)]
+            expected = [
+                memory.bytes_held(strategy, parameters, n),
+                links.bytes_sent(strategy, parameters, n),
+                links.bytes_sent(strategy, parameters, n, gloo=True),
+            ]
             for cell, value in zip(cells, expected, strict=False):
                 formula = cell.split(", on")[0].replace("×", "*").replace("−", "-")
                 formula = re.sub(r"(?<=\d) ?P", "*P", formula).replace("P (", "P*(")
@@ -93,13 +101,19 @@ def test_a_table_of_deepspeeds_settings_is_that_of_the_jsons():
         config = json.loads((ROOT / "accelerate_configs" / f"zero{stage}.json").read_text())
         settings |= config.pop("zero_optimization") | config.pop("bf16") | config
         settings["timers"] = config["timers"]["throughput"]["enabled"]
-    settings = {name: value for name, value in settings.items()
-                if value != "auto" and name not in ("stage", "enabled")}
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if value != "auto" and name not in ("stage", "enabled")
+    }
     for _, *rows in tables("setting | DeepSpeed's default"):
-        here = {re.search("`(.*?)`", row[0])[1]: row[2].split(" in ")[0].replace(",", "")
-                for row in rows}
-        assert settings == {name: json.loads(cell.replace(" million", "000000"))
-                            for name, cell in here.items()}
+        here = {
+            re.search("`(.*?)`", row[0])[1]: row[2].split(" in ")[0].replace(",", "")
+            for row in rows
+        }
+        assert settings == {
+            name: json.loads(cell.replace(" million", "000000")) for name, cell in here.items()
+        }
 
 
 def test_diagrams_are_those_that_the_script_draws_and_a_page_shows(tmp_path):

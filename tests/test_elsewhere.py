@@ -50,8 +50,13 @@ class Place:
     def run(self, *command):
         """Exit code, output and errors of a command."""
         done = subprocess.run(
-            [*self.wrap, *map(str, command)], cwd=self.root, env=os.environ | self.env,
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+            [*self.wrap, *map(str, command)],
+            cwd=self.root,
+            env=os.environ | self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=300,
+        )
         texts = (text.decode(self.encoding) for text in (done.stdout, done.stderr))
         return done.returncode, *(text.replace("\r\n", "\n") for text in texts)
 
@@ -97,8 +102,11 @@ def somebody_elses_checkout(folder):
     (folder / "tmp").mkdir()
     os.chown(folder / "tmp", user, -1)
     env = make_locale(folder, "de_DE", "ISO-8859-1") | {
-        "PYTHONUTF8": "0", "HOME": str(home), "HF_HOME": f"{folder}/work/cache",
-        "TMPDIR": f"{folder}/tmp"}
+        "PYTHONUTF8": "0",
+        "HOME": str(home),
+        "HF_HOME": f"{folder}/work/cache",
+        "TMPDIR": f"{folder}/tmp",
+    }
 
     def check(record, printed):
         assert record["device_name"] == f"CPU ({CPU})" and record["ranks"][0]["host"] == HOST
@@ -108,12 +116,22 @@ def somebody_elses_checkout(folder):
         assert problem.startswith(f"error: cannot write to {home}/")
 
     place = Place(
-        [*namespaces(f"{show_cpu(folder, AMD)} && hostname {HOST}"), *become(user)], env,
-        {"os.geteuid()": user, "os.access(os.environ['HOME'], os.W_OK)": False,
-         "locale.getpreferredencoding(False)": "ISO-8859-1",
-         "locale.localeconv()['decimal_point']": ",", "socket.gethostname()": HOST,
-         "'Milan' in open('/proc/cpuinfo').read()": True},
-        BERT, root=root, owner=user, encoding="iso8859-1", check=check)
+        [*namespaces(f"{show_cpu(folder, AMD)} && hostname {HOST}"), *become(user)],
+        env,
+        {
+            "os.geteuid()": user,
+            "os.access(os.environ['HOME'], os.W_OK)": False,
+            "locale.getpreferredencoding(False)": "ISO-8859-1",
+            "locale.localeconv()['decimal_point']": ",",
+            "socket.gethostname()": HOST,
+            "'Milan' in open('/proc/cpuinfo').read()": True,
+        },
+        BERT,
+        root=root,
+        owner=user,
+        encoding="iso8859-1",
+        check=check,
+    )
     return place
 
 
@@ -138,15 +156,34 @@ def a_service_in_a_small_container(folder):
         assert record["device_name"] == f"CPU ({os.uname().machine})"
 
     return Place(
-        [*namespaces(setup, "--net"), *become(user), "taskset", "--cpu-list", str(core), *empty,
-         "sh", "-c", 'exec "$@" <&-', "sh"], {},
-        {"os.geteuid()": user, "os.environ.get('HOME')": None, "sys.stdin": None,
-         "time.localtime().tm_gmtoff": 20700, "os.sched_getaffinity(0)": {core},
-         "(shutil.which('c++'), shutil.which('gcc'))": (None, None),
-         "os.path.ismount(tempfile.gettempdir())": True,
-         "'asimd' in open('/proc/cpuinfo').read()": True,
-         "[name for _, name in socket.if_nameindex()]": ["lo"]},
-        strategy="zero3", owner=user, check=check)
+        [
+            *namespaces(setup, "--net"),
+            *become(user),
+            "taskset",
+            "--cpu-list",
+            str(core),
+            *empty,
+            "sh",
+            "-c",
+            'exec "$@" <&-',
+            "sh",
+        ],
+        {},
+        {
+            "os.geteuid()": user,
+            "os.environ.get('HOME')": None,
+            "sys.stdin": None,
+            "time.localtime().tm_gmtoff": 20700,
+            "os.sched_getaffinity(0)": {core},
+            "(shutil.which('c++'), shutil.which('gcc'))": (None, None),
+            "os.path.ismount(tempfile.gettempdir())": True,
+            "'asimd' in open('/proc/cpuinfo').read()": True,
+            "[name for _, name in socket.if_nameindex()]": ["lo"],
+        },
+        strategy="zero3",
+        owner=user,
+        check=check,
+    )
 
 
 def a_terminal_in_turkish(folder):
@@ -166,9 +203,14 @@ os.sched_setaffinity = lambda pid, cores: open(notes, "a").write(f"{{[*cores]}}\
     return Place(
         [sys.executable, "-c", program, "sh", "-c", 'stty cols 80 rows 24 && exec "$@"', "sh"],
         make_locale(folder, "tr_TR", "UTF-8") | {"TERM": "dumb", "PYTHONPATH": str(folder)},
-        {"sys.stdout.isatty()": True, "locale.localeconv()['decimal_point']": ",",
-         "os.cpu_count()": 8},
-        out="ığüşİ", check=check)
+        {
+            "sys.stdout.isatty()": True,
+            "locale.localeconv()['decimal_point']": ",",
+            "os.cpu_count()": 8,
+        },
+        out="ığüşİ",
+        check=check,
+    )
 
 
 PLACES = [somebody_elses_checkout, a_service_in_a_small_container, a_terminal_in_turkish]
@@ -187,16 +229,19 @@ def report_of(place, folder, examples):
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
     assert report in printed and len(list((folder / "report").glob("*.png"))) > 10
-    return [section.split("\n", 1)[1] for section in report.split("\n## ")
-            if "in common: " in section]
+    return [
+        section.split("\n", 1)[1] for section in report.split("\n## ") if "in common: " in section
+    ]
 
 
 @pytest.fixture(scope="module")
 def usual(example_records, tmp_path_factory):
     """{script: the Result of an ordinary run}, and the sections of the report of both."""
     folder = tmp_path_factory.mktemp("usual")
-    runs = {flags[0]: launch("ddp", flags[0], folder / "runs" / flags[0], *flags[1:])
-            for flags in (MNIST, BERT)}
+    runs = {
+        flags[0]: launch("ddp", flags[0], folder / "runs" / flags[0], *flags[1:])
+        for flags in (MNIST, BERT)
+    }
     return runs, report_of(Place([], {}, {}), folder, example_records)
 
 
@@ -225,8 +270,7 @@ def test_the_same_run(make_place, usual, example_records, outside):
     for path in (work, folder.parent):
         os.chown(path, place.owner, -1)
     words = ["--config_file", f"accelerate_configs/{place.strategy}.yaml", "--main_process_port", 0]
-    code, printed, problem = place.run(
-        *ACCELERATE, *words, *place.training, "--output_dir", folder)
+    code, printed, problem = place.run(*ACCELERATE, *words, *place.training, "--output_dir", folder)
     assert code == 0 and "Traceback" not in printed + problem, printed + problem
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert record["status"] == "completed" and [rank["rank"] for rank in record["ranks"]] == [0, 1]

@@ -21,38 +21,52 @@ import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-DDP, ACCELERATED, MENDED = ((LAB / "solutions" / f"{name}.py").read_text()
-                            for name in ("ddp", "accelerated", "mended"))
+DDP, ACCELERATED, MENDED = (
+    (LAB / "solutions" / f"{name}.py").read_text() for name in ("ddp", "accelerated", "mended")
+)
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
 
 # A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
 FAULTS_9 = {
     "each sample is used once in an epoch": [
-        ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")],
+        ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")
+    ],
     "each epoch has another order": [
-        ("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")],
+        ("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")
+    ],
     "a step takes 64 samples from both ranks together": [
-        ("BATCH_SIZE // world_size", "BATCH_SIZE")],
+        ("BATCH_SIZE // world_size", "BATCH_SIZE")
+    ],
     "both ranks end with the same weights": [
-        ("    model = DistributedDataParallel(model)\n", ""), ("model.module", "model")],
+        ("    model = DistributedDataParallel(model)\n", ""),
+        ("model.module", "model"),
+    ],
     "the loss is the mean over both ranks": [
-        (MEAN, ""), (" / len(train_loader) / world_size", " / len(train_loader)")],
+        (MEAN, ""),
+        (" / len(train_loader) / world_size", " / len(train_loader)"),
+    ],
     "each epoch prints one line": [
-        ("if rank == 0:\n            # Without", "if True:\n            # Without")],
+        ("if rank == 0:\n            # Without", "if True:\n            # Without")
+    ],
     "one rank saves the weights": [
-        ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")],
+        ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
+    ],
     "the plain model can load the weights": [("torch.save(model.module.", "torch.save(model.")],
     "the training is that of single.py": [("lr=0.05", "lr=0.1")],
 }
 FAULTS_10 = {
     "each epoch has another order": [
-        ("        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n", "")],
+        ("        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n", "")
+    ],
     "the loss is that of all samples": [
-        (MEAN, ""), (" / len(loader) / world_size", " / len(loader)")],
+        (MEAN, ""),
+        (" / len(loader) / world_size", " / len(loader)"),
+    ],
     "one rank saves the checkpoint": [
         ("        if rank == 0:\n            torch.save(", "        torch.save("),
-        ("            say(f\"epoch {epoch}: rank", "        say(f\"epoch {epoch}: rank")],
+        ('            say(f"epoch {epoch}: rank', '        say(f"epoch {epoch}: rank'),
+    ],
 }
 
 
@@ -92,9 +106,13 @@ def judged(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("checker, right, faults, point", [
-    *((check_ex9, DDP, FAULTS_9, point) for point in FAULTS_9),
-    *((check_ex10, MENDED, FAULTS_10, point) for point in FAULTS_10)])
+@pytest.mark.parametrize(
+    "checker, right, faults, point",
+    [
+        *((check_ex9, DDP, FAULTS_9, point) for point in FAULTS_9),
+        *((check_ex10, MENDED, FAULTS_10, point) for point in FAULTS_10),
+    ],
+)
 def test_each_fault_is_named(checker, right, faults, point, judged):
     code, printed, wrong = judged(checker, changed(right, faults[point]))
     assert (code, wrong) == (1, [point]), printed
@@ -113,9 +131,13 @@ def test_processes_that_train_alone(judged):
     assert {*list(FAULTS_9)[:1], "each epoch prints one line"} < set(wrong), printed
 
 
-@pytest.mark.parametrize("fault, said", [
-    ("sampler.save()", "rank [01] ended in line {}: AttributeError"),
-    ("while True: pass", "rank [01] still waits in line {} after 5 s")])
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("sampler.save()", "rank [01] ended in line {}: AttributeError"),
+        ("while True: pass", "rank [01] still waits in line {} after 5 s"),
+    ],
+)
 def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
     place = "    torch.manual_seed(SEED)"
     number = DDP[: DDP.index(place)].count("\n") + 1
@@ -156,9 +178,14 @@ def test_page(page, tmp_path, judged):
                 checker = check_ex10 if "check_ex10" in command else check_ex9
                 code, text, _ = judged(checker, (tmp_path / command.split()[-1]).read_text())
             else:
-                shell = subprocess.run(["bash", "-c", command], cwd=tmp_path, text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                       timeout=200)
+                shell = subprocess.run(
+                    ["bash", "-c", command],
+                    cwd=tmp_path,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    timeout=200,
+                )
                 code, text = shell.returncode, shell.stdout
             assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
             printed += text

@@ -22,12 +22,23 @@ class Job:
     def __init__(self, cluster, strategy, folder, limited=False):
         self.cluster, self.on, self.folder = cluster, cluster.on, folder
         self.notes = folder.with_suffix(".steps")
-        self.env = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_STEPS": str(self.notes),
-                    "SPY_PAUSE": "0.03" if limited else "0", "OMP_NUM_THREADS": "1"}
+        self.env = {
+            "SPY_SCRIPT": "train_mnist_rnn",
+            "SPY_STEPS": str(self.notes),
+            "SPY_PAUSE": "0.03" if limited else "0",
+            "OMP_NUM_THREADS": "1",
+        }
         limit = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
-        self.words = [*limit, f"--output={folder}.log", "sbatch/2node.sh",
-                      f"accelerate_configs/{strategy}.yaml", "tests/spy.py", *FLAGS.split(),
-                      "--output_dir", folder]
+        self.words = [
+            *limit,
+            f"--output={folder}.log",
+            "sbatch/2node.sh",
+            f"accelerate_configs/{strategy}.yaml",
+            "tests/spy.py",
+            *FLAGS.split(),
+            "--output_dir",
+            folder,
+        ]
         self.submit()
 
     def submit(self):
@@ -97,10 +108,13 @@ def undisturbed(cluster, tmp_path_factory):
     return functools.cache(lambda name: Job(cluster, name, folder / name).result())
 
 
-@pytest.mark.parametrize("fault, strategy", [
-    pytest.param(*case, marks=() if case == QUICK else pytest.mark.matrix) for case in CASES])
+@pytest.mark.parametrize(
+    "fault, strategy",
+    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.matrix) for case in CASES],
+)
 def test_a_disturbed_run_ends_like_an_undisturbed_one(
-        cluster, undisturbed, record_property, tmp_path, fault, strategy, request):
+    cluster, undisturbed, record_property, tmp_path, fault, strategy, request
+):
     request.addfinalizer(cluster.tidy)
     limited = fault == "reach the time limit"
     job = Job(cluster, strategy, tmp_path / "run", limited)
@@ -110,8 +124,11 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     FAULTS[fault](job)
     ended, calm, steps = job.result(), undisturbed(strategy), job.steps()
 
-    starts = [(before, after) for before, after in zip(steps, steps[1:], strict=False)
-              if before[2] != after[2]]
+    starts = [
+        (before, after)
+        for before, after in zip(steps, steps[1:], strict=False)
+        if before[2] != after[2]
+    ]
     # slurmctld tells a node a minute later what it could not be told: that the step is to end. The
     # job may be running again by then (by default it is held back for longer), and saves.
     assert len(starts) == 1 or starts and (limited or fault == "cut the link")

@@ -27,6 +27,7 @@ BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
 @pytest.fixture
 def fit_says(monkeypatch, capsys):
     """A function that runs fit.py with these words: {YAML: {column: text}}, and all it prints."""
+
     def say(*words):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["fit.py", *words])
@@ -39,8 +40,11 @@ def fit_says(monkeypatch, capsys):
 
 
 def rows_of(text):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
-            if line.startswith("|") and "--" not in line]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("|") and "--" not in line
+    ]
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
@@ -51,20 +55,34 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
     for name, row in rows.items():
         for column, again in (("batch", False), ("with AC", True)):
             batch, rest = int(row[column]), (384, 8, "bf16", again, True)
-            fits, fails = (memory.memory_of(name, BASE, size, *rest)["total"] <= 1800e6
-                           for size in (batch or 1, batch + 1))
+            fits, fails = (
+                memory.memory_of(name, BASE, size, *rest)["total"] <= 1800e6
+                for size in (batch or 1, batch + 1)
+            )
             assert fits == bool(batch) and not fails
     assert max(map(len, out.splitlines())) <= 110
 
 
 def test_the_table_of_the_page_is_what_is_printed(fit_says):
     """Whatever page it is on: that of a BERT with 26.9 million parameters."""
-    [pasted] = [block for page in (ROOT / "docs").rglob("*.md")
-                for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
-                if " parameters, 2 x 900 MB" in block]
+    [pasted] = [
+        block
+        for page in (ROOT / "docs").rglob("*.md")
+        for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
+        if " parameters, 2 x 900 MB" in block
+    ]
     sizes = "hidden_size=256,num_hidden_layers=24,num_attention_heads=4,intermediate_size=1024"
-    _, out = fit_says("900MB", "--config_overrides", sizes, "--max_seq_length", "96", "--dropout",
-                      "0", "--per_device_train_batch_size", "16")
+    _, out = fit_says(
+        "900MB",
+        "--config_overrides",
+        sizes,
+        "--max_seq_length",
+        "96",
+        "--dropout",
+        "0",
+        "--per_device_train_batch_size",
+        "16",
+    )
     rows, printed = rows_of(pasted), rows_of(out)
     assert len(rows) > 6 and all(row in printed for row in rows)
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
@@ -80,36 +98,48 @@ def test_commands_of_readme_and_of_the_docstring_work(fit_says):
     assert done.code == 0 and done.out == fit_says("40GB")[1]
 
 
-@pytest.mark.parametrize("text, size", [("40GB", 40e9), ("40 gb", 40e9), ("1.5GiB", 1.5 * 2**30),
-                                        ("16000MB", 16e9), ("512MiB", 2**29), ("1TB", 1e12)])
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("40GB", 40e9),
+        ("40 gb", 40e9),
+        ("1.5GiB", 1.5 * 2**30),
+        ("16000MB", 16e9),
+        ("512MiB", 2**29),
+        ("1TB", 1e12),
+    ],
+)
 def test_memory_is_read(text, size):
     assert fit.read_memory(text) == size
 
 
-@pytest.mark.parametrize("words, content, message", [
-    ("", None, "required: memory"),
-    ("'40 apples'", None, "'40 apples' is no memory such as"),
-    ("0GB", None, "'0GB' is no memory"),
-    ("40", None, "'40' is no memory"),
-    ("4GB --per_device_train_batch_size 0", None, "--per_device_train_batch_size has to be 1"),
-    ("4GB --num_processes two", None, "invalid int value"),
-    ("4GB --max_seq_length 1024", None, "the model's longest input 512"),
-    ("4GB --mixed_precision fp16", None, "invalid choice"),
-    ("4GB --dropout 1", None, "--dropout has to be"),
-    ("4GB --config_overrides heads=3", None, "'heads=3' is none of"),
-    ("4GB --config_overrides hidden_size=0", None, "'hidden_size=0' is none of"),
-    ("4GB --model gpt-5", None, "cannot read the model gpt-5"),
-    ("4GB --model FILE", "{", "is not the config of a BERT"),
-    ("4GB --model FILE", "[]", "is not the config of a BERT"),
-    ("4GB --model FILE", "{}", "model_type"),
-    ("4GB --model FILE", '{"model_type": "gpt2"}', "of type 'gpt2', not 'bert'"),
-    ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
-    ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
-    ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
-    ("FILE", "", "FILE is no record of a run"),
-    ("FILE", "[]", "FILE is no record of a run"),
-    ("FILE", '{"workload": {}, "device_name": 3}', "FILE is no record of a run"),
-])
+@pytest.mark.parametrize(
+    "words, content, message",
+    [
+        ("", None, "required: memory"),
+        ("'40 apples'", None, "'40 apples' is no memory such as"),
+        ("0GB", None, "'0GB' is no memory"),
+        ("40", None, "'40' is no memory"),
+        ("4GB --per_device_train_batch_size 0", None, "--per_device_train_batch_size has to be 1"),
+        ("4GB --num_processes two", None, "invalid int value"),
+        ("4GB --max_seq_length 1024", None, "the model's longest input 512"),
+        ("4GB --mixed_precision fp16", None, "invalid choice"),
+        ("4GB --dropout 1", None, "--dropout has to be"),
+        ("4GB --config_overrides heads=3", None, "'heads=3' is none of"),
+        ("4GB --config_overrides hidden_size=0", None, "'hidden_size=0' is none of"),
+        ("4GB --model gpt-5", None, "cannot read the model gpt-5"),
+        ("4GB --model FILE", "{", "is not the config of a BERT"),
+        ("4GB --model FILE", "[]", "is not the config of a BERT"),
+        ("4GB --model FILE", "{}", "model_type"),
+        ("4GB --model FILE", '{"model_type": "gpt2"}', "of type 'gpt2', not 'bert'"),
+        ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
+        ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
+        ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
+        ("FILE", "", "FILE is no record of a run"),
+        ("FILE", "[]", "FILE is no record of a run"),
+        ("FILE", '{"workload": {}, "device_name": 3}', "FILE is no record of a run"),
+    ],
+)
 def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
     file = tmp_path / "file.json"
     if content is not None:
@@ -120,10 +150,18 @@ def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
-@pytest.mark.parametrize("name, changes, known", [
-    ("bert-base", {}, PSI), ("bert-large", {}, 334_094_338),
-    (str(ROOT / "tests" / "data" / "tiny_bert"),
-     {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}, None)])
+@pytest.mark.parametrize(
+    "name, changes, known",
+    [
+        ("bert-base", {}, PSI),
+        ("bert-large", {}, 334_094_338),
+        (
+            str(ROOT / "tests" / "data" / "tiny_bert"),
+            {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8},
+            None,
+        ),
+    ],
+)
 def test_parameters_are_those_of_transformers(name, changes, known):
     sizes = fit.read_model(name, ",".join(f"{key}={value}" for key, value in changes.items()))
     heads = {"num_attention_heads": sizes["hidden_size"] // 64}
@@ -132,7 +170,10 @@ def test_parameters_are_those_of_transformers(name, changes, known):
     total, embeddings, layer, _ = memory.count_parameters(sizes)
     parts = model, model.bert.embeddings, model.bert.encoder.layer[0]
     assert [sum(weight.numel() for weight in part.parameters()) for part in parts] == [
-        total, embeddings, layer]
+        total,
+        embeddings,
+        layer,
+    ]
     assert known in (None, total)
 
 
@@ -162,22 +203,31 @@ class Live(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("yaml, precision, again", [
-    ("baseline", "no", False), ("baseline", "bf16", True), ("ddp", "no", True),
-    ("ddp", "bf16", False)])
+@pytest.mark.parametrize(
+    "yaml, precision, again",
+    [
+        ("baseline", "no", False),
+        ("baseline", "bf16", True),
+        ("ddp", "no", True),
+        ("ddp", "bf16", False),
+    ],
+)
 def test_the_total_is_the_peak_of_a_step_of_bert_base(yaml, precision, again, batch=8, width=384):
     """Its tensors have sizes and no contents, so this takes no memory. A second micro-batch finds
     all gradients there, as DDP does. Attention has no dropout: with it, a CPU keeps the scores.
     """
     with FakeTensorMode(), Live() as live:
-        model = transformers.BertForQuestionAnswering(transformers.BertConfig(
-            hidden_dropout_prob=0, attention_probs_dropout_prob=0)).train()
+        model = transformers.BertForQuestionAnswering(
+            transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        ).train()
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        inputs = {"input_ids": torch.zeros(batch, width, dtype=torch.long),
-                  "attention_mask": torch.ones(batch, 1, 1, width, dtype=torch.bool),
-                  "token_type_ids": torch.zeros(batch, width, dtype=torch.int)}
+        inputs = {
+            "input_ids": torch.zeros(batch, width, dtype=torch.long),
+            "attention_mask": torch.ones(batch, 1, 1, width, dtype=torch.bool),
+            "token_type_ids": torch.zeros(batch, width, dtype=torch.int),
+        }
         spans = torch.zeros(batch, dtype=torch.long)
         live.peak = live.now
         for _ in range(2):
@@ -196,9 +246,20 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(yaml, precision, again, ba
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_bytes_held_in_bf16_as_counted(strategy, tmp_path):
     """By both ranks of a run, after a backward pass. test_bert.py and test_ladder.py count fp32."""
-    launch(strategy, "train_bert_squad.py", tmp_path / "run", *TINY, "--max_train_steps", 3,
-           "--dropout", 0, "--max_eval_samples", 4, launcher=["--mixed_precision", "bf16"],
-           env={"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"})
+    launch(
+        strategy,
+        "train_bert_squad.py",
+        tmp_path / "run",
+        *TINY,
+        "--max_train_steps",
+        3,
+        "--dropout",
+        0,
+        "--max_eval_samples",
+        4,
+        launcher=["--mixed_precision", "bf16"],
+        env={"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"},
+    )
     for rank in (0, 1):
         held = json.loads((tmp_path / f"bytes_{rank}.json").read_text())
         formula = memory.bytes_held(strategy, sum(held.pop("sizes")), 2, "bf16")
@@ -220,42 +281,69 @@ def parts_and_rungs(text):
     above, below = text.split("Try next")
     parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
     rungs = re.findall(r"^ *([\d,]+|not known)  (.*)$", below, re.M)
-    return ({name: int(size.replace(",", "")) for name, size in parts.items()},
-            {name: saved.replace(",", "") for saved, name in rungs})
+    return (
+        {name: int(size.replace(",", "")) for name, size in parts.items()},
+        {name: saved.replace(",", "") for saved, name in rungs},
+    )
 
 
 def explained(strategy, options=None, peak=0, work=None, **changes):
     """`parts_and_rungs` of a record, and the whole text."""
     record = {
-        "strategy": strategy.split("_")[0], "strategy_options": options or {}, "devices": 4,
-        "per_device_batch_size": 1, "gradient_accumulation_steps": 1, "parameters": 25 * 10**6,
-        "activation_checkpointing": True, "device_name": "NVIDIA H200",
+        "strategy": strategy.split("_")[0],
+        "strategy_options": options or {},
+        "devices": 4,
+        "per_device_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "parameters": 25 * 10**6,
+        "activation_checkpointing": True,
+        "device_name": "NVIDIA H200",
         "workload": {"sequence_length": 384, "precision": "no"} | (work or {}),
-        "ranks": [{"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak},
-                  {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]}
+        "ranks": [
+            {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak},
+            {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0},
+        ],
+    }
     text = "\n".join(memory.explain_run(record | changes))
     return *parts_and_rungs(text), text
 
 
-@pytest.mark.parametrize("name, options, parts, rungs, host", [
-    ("ddp", {}, (100, 100, 200), {"fsdp_keep": 200, "fsdp": 300, "fsdp_offload": 400}, 0),
-    ("zero3", {}, (25, 25, 75), {"fsdp": 25, "fsdp_offload": 125, "twice": 62}, 0),
-    ("fsdp_keep", {"reshard_after_forward": "false"}, (25, 25, 50),
-     {"fsdp": 100, "fsdp_offload": 200, "twice": 50}, 0),  # it has 100 MB gathered besides
-    ("zero2_offload", {"offload_optimizer": {"device": "cpu"}}, (100, 0, 0),
-     {"fsdp_offload": 100}, 100),
-    ("fsdp_offload", {"offload_params": "true"}, (0, 0, 0), {}, 100),
-])
+@pytest.mark.parametrize(
+    "name, options, parts, rungs, host",
+    [
+        ("ddp", {}, (100, 100, 200), {"fsdp_keep": 200, "fsdp": 300, "fsdp_offload": 400}, 0),
+        ("zero3", {}, (25, 25, 75), {"fsdp": 25, "fsdp_offload": 125, "twice": 62}, 0),
+        (
+            "fsdp_keep",
+            {"reshard_after_forward": "false"},
+            (25, 25, 50),
+            {"fsdp": 100, "fsdp_offload": 200, "twice": 50},
+            0,
+        ),  # it has 100 MB gathered besides
+        (
+            "zero2_offload",
+            {"offload_optimizer": {"device": "cpu"}},
+            (100, 0, 0),
+            {"fsdp_offload": 100},
+            100,
+        ),
+        ("fsdp_offload", {"offload_params": "true"}, (0, 0, 0), {}, 100),
+    ],
+)
 def test_what_a_run_held_and_what_to_try_next(name, options, parts, rungs, host):
     """MB of parameters, gradients and states of 25 million parameters on 4 GPUs, and what each
     rung saves, of a run that ended.
     """
     held, tried, text = explained(name, options, peak=1000)
     assert list(held.items()) == [
-        ("libraries and data", 7), *zip(PARTS, parts, strict=True),
-        ("activations and all else", 993 - sum(parts)), ("total", 1000)]
-    assert {re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(saved)
-            for rung, saved in tried.items()} == rungs
+        ("libraries and data", 7),
+        *zip(PARTS, parts, strict=True),
+        ("activations and all else", 993 - sum(parts)),
+        ("total", 1000),
+    ]
+    assert {
+        re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(saved) for rung, saved in tried.items()
+    } == rungs
     assert bool(rungs) != ("a smaller model, or a device with more memory" in text)
     assert "rank 0 held at its peak" in text and "not known" not in text
     assert (f"the host holds {host} MB" in text) == bool(host)
@@ -272,7 +360,9 @@ def test_what_a_run_needs_that_died():
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
     _, tried, text = explained("baseline", per_device_batch_size=9, activation_checkpointing=None)
     assert list(tried.items())[0] == (
-        "--per_device_train_batch_size 1 --gradient_accumulation_steps 9", "not known")
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 9",
+        "not known",
+    )
     assert "no formula here knows those of this model" in text and "--activation_ch" not in text
 
 

@@ -27,8 +27,10 @@ SMALLER = {  # sizes of the text, and those of the test
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
 }
 # What torch.compile needs, as exercise 6 says; some systems pack Python's headers separately.
-COMPILER = (shutil.which(os.environ.get("CXX", "g++"))
-            and Path(sysconfig.get_path("include"), "Python.h").exists())
+COMPILER = (
+    shutil.which(os.environ.get("CXX", "g++"))
+    and Path(sysconfig.get_path("include"), "Python.h").exists()
+)
 SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run types
 FORKED = 6  # up to this exercise ranks are forked (see warm.py); the rest is about launchers
 ACCELERATE = """#!/bin/bash
@@ -69,8 +71,15 @@ def shell(tmp_path_factory):
     ranks are forked (see warm.py): `accelerate` is then a program that asks this process for them.
     """
     folder, tools = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("tools")
-    for name in ("accelerate_configs", "docs", "sbatch", "tests", "report.py",
-                 "train_mnist_rnn.py", "train_bert_squad.py"):
+    for name in (
+        "accelerate_configs",
+        "docs",
+        "sbatch",
+        "tests",
+        "report.py",
+        "train_mnist_rnn.py",
+        "train_bert_squad.py",
+    ):
         (folder / name).symlink_to(ROOT / name)
     for name in ("asked", "answered"):
         os.mkfifo(tools / name)
@@ -90,9 +99,15 @@ def shell(tmp_path_factory):
     def type_in(lines, forked):
         path = [f"export PATH={shlex.quote(str(tools))}:$PATH"] if forked else []
         # By way of stdin, so that the pkill of exercise 8 does not find this shell.
-        done = subprocess.run(["bash"], input="\n".join(["set -e", *path, *lines]), cwd=folder,
-                              text=True, timeout=300, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            ["bash"],
+            input="\n".join(["set -e", *path, *lines]),
+            cwd=folder,
+            text=True,
+            timeout=300,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert done.returncode == 0, f"{lines}\n{done.stdout}"
         return done.stdout
 
@@ -111,8 +126,11 @@ def exercise(shell):
             for commands, pasted in blocks(now) if now not in done else []:
                 for long, short in SMALLER.items():
                     commands = commands.replace(long, short)
-                lines = [line for line in commands.splitlines()
-                         if line not in SET_UP and "sbatch sbatch/" not in line]
+                lines = [
+                    line
+                    for line in commands.splitlines()
+                    if line not in SET_UP and "sbatch sbatch/" not in line
+                ]
                 if "inductor" in commands and not COMPILER:
                     lines, pasted = [line for line in lines if "compiled" not in line], ""
                 printed = shell([*settings, *lines], forked=now <= FORKED)
@@ -144,10 +162,16 @@ def test_what_the_answers_claim(exercise):
     """Equal where the answers say equal; the numbers behind the words."""
     folder = exercise(8)
     for runs, low, high in [
-            ("baseline ddp", 0, 1e-4), ("baseline accumulated", 0, 1e-4), ("baseline dp", 0, 0),
-            ("ddp killed", 0, 0), ("ddp two-launchers", 0, 0), ("baseline ddp-64", 1e-2, 10),
-            ("fp32 bf16", 1e-9, 0.1), ("shard-ddp shard-zero3", 0, 1e-4),
-            ("shard-ddp shard-fsdp", 0, 1e-4)]:
+        ("baseline ddp", 0, 1e-4),
+        ("baseline accumulated", 0, 1e-4),
+        ("baseline dp", 0, 0),
+        ("ddp killed", 0, 0),
+        ("ddp two-launchers", 0, 0),
+        ("baseline ddp-64", 1e-2, 10),
+        ("fp32 bf16", 1e-9, 0.1),
+        ("shard-ddp shard-zero3", 0, 1e-4),
+        ("shard-ddp shard-fsdp", 0, 1e-4),
+    ]:
         assert low <= compare(folder, *runs.split()) <= high, runs
     waits = re.findall(r"waits for (\d+)%", exercise.printed)
     none, _, two = map(int, waits)

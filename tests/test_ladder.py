@@ -27,6 +27,7 @@ def runs(tmp_path_factory):
     """YAML -> the Result of a run that clips: of two processes, or of one with twice the batch. The
     rungs accumulate and recompute besides, and note what each rank holds.
     """
+
     @functools.cache
     def get(name):
         folder = tmp_path_factory.mktemp(name)
@@ -104,8 +105,10 @@ def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(climbed):
     for name in ("libraries and data", "total"):
         assert parts.pop(name) > 0 < seen.pop(name)
     assert parts.items() <= seen.items()
-    ended = {path.parent.name: json.loads(path.read_text())["status"]
-             for path in climbed.folder.glob("runs/ladder/*/run.json")}
+    ended = {
+        path.parent.name: json.loads(path.read_text())["status"]
+        for path in climbed.folder.glob("runs/ladder/*/run.json")
+    }
     assert ended.pop("1-ddp") == "running" and set(ended.values()) == {"completed"}
 
 
@@ -114,10 +117,17 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
     assert all(climbed.out.count(f"\n| {name} ") == 5 for name in RUNGS), "five tables"
     [(_, table), *_] = blocks_of(PAGE)
     assert set(table.splitlines()) <= {"...", *climbed.out.splitlines()}
-    at_once, in_four, again = ({row[0]: row[6] for row in table_of(text, "MB")} for text in
-                               climbed.out.split("parameters, 2 x 900 MB")[1:4])
-    said = {"1-ddp": at_once["ddp"], "2-accumulate": in_four["ddp"], "3-recompute": again["ddp"],
-            "4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}
+    at_once, in_four, again = (
+        {row[0]: row[6] for row in table_of(text, "MB")}
+        for text in climbed.out.split("parameters, 2 x 900 MB")[1:4]
+    )
+    said = {
+        "1-ddp": at_once["ddp"],
+        "2-accumulate": in_four["ddp"],
+        "3-recompute": again["ddp"],
+        "4-fsdp_keep": again["fsdp_keep"],
+        "5-fsdp": again["fsdp"],
+    }
     rows = {name.strip("`"): more for name, *more in table_of(PAGE, "run ")[1:]}
     assert {name: total.split(" + ")[0] for name, (_, total, _) in rows.items()} == said
     assert rows.pop("1-ddp")[2] == "out of memory"

@@ -13,19 +13,36 @@ from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
 ONE_PROCESS = ["baseline", "dp"]
-NOW = {("dp", MNIST), ("ddp", MNIST), ("zero2", MNIST),
-       ("baseline", BERT), ("fsdp", BERT), ("zero3", BERT)}  # the others in `make test-all`
+NOW = {
+    ("dp", MNIST),
+    ("ddp", MNIST),
+    ("zero2", MNIST),
+    ("baseline", BERT),
+    ("fsdp", BERT),
+    ("zero3", BERT),
+}  # the others in `make test-all`
 # `.ci/run` launches these by `make sweep`, by the ladder's page, and by test_elsewhere.py.
 THERE = {("baseline", MNIST), ("ddp", BERT), ("fsdp_keep", BERT), ("zero3", MNIST)}
-PAIRS = [(yaml, script) for script in TESTS for yaml in (*ONE_PROCESS, *STRATEGIES, *RUNGS)
-         if (yaml, script) not in THERE]
+PAIRS = [
+    (yaml, script)
+    for script in TESTS
+    for yaml in (*ONE_PROCESS, *STRATEGIES, *RUNGS)
+    if (yaml, script) not in THERE
+]
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """script -> the Result of a forked baseline."""
-    return {script: launch("baseline", script, tmp_path_factory.mktemp("reference"),
-                           *tests.flags(tests.GLOBAL_BATCH)) for script, tests in TESTS.items()}
+    return {
+        script: launch(
+            "baseline",
+            script,
+            tmp_path_factory.mktemp("reference"),
+            *tests.flags(tests.GLOBAL_BATCH),
+        )
+        for script, tests in TESTS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +61,31 @@ def launched(request, tmp_path_factory):
     def start(pair):
         yaml, script = pair
         tests, folder = TESTS[script], elsewhere / f"{yaml}-{script}"
-        words = ["--config_file", copy / "accelerate_configs" / f"{yaml}.yaml",
-                 "--main_process_port", 0, copy / script, "--output_dir", folder]
+        words = [
+            "--config_file",
+            copy / "accelerate_configs" / f"{yaml}.yaml",
+            "--main_process_port",
+            0,
+            copy / script,
+            "--output_dir",
+            folder,
+        ]
         words += tests.flags(tests.GLOBAL_BATCH // (1 if yaml in ONE_PROCESS else 2))
         return run(["env", "-C", str(elsewhere), *ACCELERATE, *map(str, words)], folder)
 
-    pairs = [tuple(item.callspec.params.values()) for item in request.session.items
-             if "launched" in item.fixturenames]
+    pairs = [
+        tuple(item.callspec.params.values())
+        for item in request.session.items
+        if "launched" in item.fixturenames
+    ]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(pairs, pool.map(start, pairs), strict=True))
 
 
-@pytest.mark.parametrize("yaml, script", [
-    pytest.param(*pair, marks=[] if pair in NOW else pytest.mark.slow) for pair in PAIRS])
+@pytest.mark.parametrize(
+    "yaml, script",
+    [pytest.param(*pair, marks=[] if pair in NOW else pytest.mark.slow) for pair in PAIRS],
+)
 def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, references):
     result, reference = launched[yaml, script], references[script]
     assert result.code == 0, result.err
@@ -70,18 +99,29 @@ def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, refe
         assert result.losses == reference.losses
 
 
-@pytest.mark.parametrize("yaml, launcher, strategy", [
-    ("dp", "--multi_gpu --num_processes 2", "ddp"),  # its mark counts with one process only
-    ("baseline", "--debug --dynamo_backend eager", "baseline"),
-    ("ddp", "--debug --mixed_precision bf16", "ddp"),
-    ("fsdp", "--mixed_precision bf16", "fsdp"),
-])
+@pytest.mark.parametrize(
+    "yaml, launcher, strategy",
+    [
+        ("dp", "--multi_gpu --num_processes 2", "ddp"),  # its mark counts with one process only
+        ("baseline", "--debug --dynamo_backend eager", "baseline"),
+        ("ddp", "--debug --mixed_precision bf16", "ddp"),
+        ("fsdp", "--mixed_precision bf16", "fsdp"),
+    ],
+)
 def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
     """They are in the record, and make no dp. The weights have their names, also when compiled. In
     bf16 the LSTM itself computes in fp32 under ddp: its weights are fp32.
     """
-    result = launch(yaml, MNIST, tmp_path, "--dataset", "digits", "--max_train_steps", 1,
-                    launcher=launcher.split())
+    result = launch(
+        yaml,
+        MNIST,
+        tmp_path,
+        "--dataset",
+        "digits",
+        "--max_train_steps",
+        1,
+        launcher=launcher.split(),
+    )
     record = result.record
     assert (record["strategy"], record["processes"]) == (strategy, 1 if yaml == "baseline" else 2)
     for name, word in (("precision", "bf16"), ("dynamo", "eager")):

@@ -34,8 +34,17 @@ DIGITS = ["--dataset", "digits"]
 
 
 def flags(micro_batch, accumulation=1):
-    return [*DIGITS, "--num_epochs", 2, "--dropout", 0, "--per_device_train_batch_size",
-            micro_batch, "--gradient_accumulation_steps", accumulation]
+    return [
+        *DIGITS,
+        "--num_epochs",
+        2,
+        "--dropout",
+        0,
+        "--per_device_train_batch_size",
+        micro_batch,
+        "--gradient_accumulation_steps",
+        accumulation,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +64,15 @@ def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
     """With accumulation, from the same samples in every step. 360 test images in batches of 7 from
     2 processes: the last round is uneven, and each image still counts once.
     """
-    result = launch(strategy, SCRIPT, tmp_path, *flags(16, 2), "--per_device_eval_batch_size", 7,
-                    env={"SPY_DIR": str(tmp_path)})
+    result = launch(
+        strategy,
+        SCRIPT,
+        tmp_path,
+        *flags(16, 2),
+        "--per_device_eval_batch_size",
+        7,
+        env={"SPY_DIR": str(tmp_path)},
+    )
     assert_same_numbers(result, baseline)
     mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
     for step, ids in enumerate(ids_seen(baseline.folder, 0)):
@@ -109,9 +125,21 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     """Three: the record is whole, and TensorBoard has the learning rates of one process. No weight
     fills three shards, and what ZeRO-3 fills them up with is NaN.
     """
-    result = launch("zero3", SCRIPT, tmp_path, *flags(21), "--max_train_steps", 30,
-                    "--with_tracking", "--max_grad_norm", 1, "--per_device_eval_batch_size", 11,
-                    processes=3, env={"SPY_UNSET": "1"})
+    result = launch(
+        "zero3",
+        SCRIPT,
+        tmp_path,
+        *flags(21),
+        "--max_train_steps",
+        30,
+        "--with_tracking",
+        "--max_grad_norm",
+        1,
+        "--per_device_eval_batch_size",
+        11,
+        processes=3,
+        env={"SPY_UNSET": "1"},
+    )
     record = result.record
     assert set(record) == {*RECORD, "tensors"}
     workload = """model dataset samples eval_samples sequence_length compute_dtype precision dynamo
@@ -188,12 +216,18 @@ def test_every_sample_once_an_epoch_and_in_another_order_in_each(baseline):
 # -------- bad input, one clear line
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    ("--checkpointing_steps 0", "--checkpointing_steps must be greater than 0"),
-    ("--dropout 1", "--dropout must be less than 1"),
-    ("--dataset cifar", "invalid choice: 'cifar'"),
-    ("--dataset digits --per_device_train_batch_size 1438", "global batch of 1438 is more than"),
-])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--checkpointing_steps 0", "--checkpointing_steps must be greater than 0"),
+        ("--dropout 1", "--dropout must be less than 1"),
+        ("--dataset cifar", "invalid choice: 'cifar'"),
+        (
+            "--dataset digits --per_device_train_batch_size 1438",
+            "global batch of 1438 is more than",
+        ),
+    ],
+)
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"^error: .*{sentence}"):
@@ -204,14 +238,23 @@ def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
 
 
-@pytest.mark.parametrize("flags, env, pattern", [
-    ("--dataset digits --per_device_train_batch_size 719", {},
-     "global batch of 1438 is more than all samples"),
-    ("--dataset digits --output_dir FOLDER/file/run", {}, "Not a directory: 'FOLDER/file/run"),
-    ("--data_dir FOLDER/data", NO_NETWORK,
-     "Error downloading train-images.*gz.*place train-images.*, train-labels.*, t10k-images.*, "
-     "t10k-labels.* in FOLDER/data/MNIST/raw, or use --dataset digits"),
-])
+@pytest.mark.parametrize(
+    "flags, env, pattern",
+    [
+        (
+            "--dataset digits --per_device_train_batch_size 719",
+            {},
+            "global batch of 1438 is more than all samples",
+        ),
+        ("--dataset digits --output_dir FOLDER/file/run", {}, "Not a directory: 'FOLDER/file/run"),
+        (
+            "--data_dir FOLDER/data",
+            NO_NETWORK,
+            "Error downloading train-images.*gz.*place train-images.*, train-labels.*, "
+            "t10k-images.*, t10k-labels.* in FOLDER/data/MNIST/raw, or use --dataset digits",
+        ),
+    ],
+)
 def test_one_line_from_two_processes(flags, env, pattern, tmp_path):
     (tmp_path / "file").touch()
     words = flags.replace("FOLDER", str(tmp_path)).split()
@@ -227,12 +270,19 @@ def test_processes_that_would_train_alone(tmp_path):
     assert "each process would train alone" in result.error_line()
 
 
-@pytest.mark.parametrize("env, gpus, sentence", [
-    ({"WORLD_SIZE": "2"}, 0, "each would train alone"),
-    ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # the baseline on two nodes
-    ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "in fp16, not in bf16"),
-])
+@pytest.mark.parametrize(
+    "env, gpus, sentence",
+    [
+        ({"WORLD_SIZE": "2"}, 0, "each would train alone"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # the baseline on two nodes
+        (
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            1,
+            "add --num_processes 1",
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "in fp16, not in bf16"),
+    ],
+)
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for name, value in env.items():
@@ -241,12 +291,22 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypa
         script.prepare_launch(zero=False, dp=True)
 
 
-@pytest.mark.parametrize("strategy", [
-    "ddp", pytest.param("zero2", marks=pytest.mark.slow)])  # DeepSpeed has groups of its own
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)]
+)  # DeepSpeed has groups of its own
 def test_a_hang_ends_by_the_collective_timeout(strategy, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "HANG 1 5"}
-    result = launch(strategy, SCRIPT, tmp_path / "run", *DIGITS, "--collective_timeout", 5,
-                    env=env, ok=False, timeout=100)
+    result = launch(
+        strategy,
+        SCRIPT,
+        tmp_path / "run",
+        *DIGITS,
+        "--collective_timeout",
+        5,
+        env=env,
+        ok=False,
+        timeout=100,
+    )
     assert result.code and re.search("[Tt]imed out .*5000 ?ms", result.err), result.err
 
 
@@ -268,8 +328,14 @@ def tiny_mnist(tmp_path, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(mnist, "resources", resources)
-    monkeypatch.setattr(mnist, "mirrors", [  # the first is down
-        "http://127.0.0.1:9/", f"http://127.0.0.1:{server.server_port}/"])
+    monkeypatch.setattr(
+        mnist,
+        "mirrors",
+        [  # the first is down
+            "http://127.0.0.1:9/",
+            f"http://127.0.0.1:{server.server_port}/",
+        ],
+    )
     yield mirror
     server.shutdown()
 
@@ -286,8 +352,11 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, monkeypatch,
     assert train_x[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
 
     # Half unpacked: one line. Without the half, it is unpacked again.
-    for name, size in (("t10k-labels-idx1-ubyte", 0), ("t10k-labels-idx1-ubyte", 3),
-                       ("train-images-idx3-ubyte", -1)):
+    for name, size in (
+        ("t10k-labels-idx1-ubyte", 0),
+        ("t10k-labels-idx1-ubyte", 3),
+        ("train-images-idx3-ubyte", -1),
+    ):
         (raw / name).write_bytes((raw / name).read_bytes()[:size])
         with pytest.raises(SystemExit, match=f"^error: cannot read MNIST: .* in {raw}, or "):
             script.read_images(args)

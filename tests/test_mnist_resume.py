@@ -69,8 +69,10 @@ def assert_near(result, reference, rel, atol, leave_out="(?!)"):
     record, weights = result.record, [result.weights[n] - reference.weights[n] for n in names]
     loss = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
     weight = max(difference.abs().max().item() for difference in weights)
-    print(f"{record['strategy']}, accumulation {record['gradient_accumulation_steps']}: "
-          f"relative loss {loss:.1e}, absolute weights {weight:.1e}")
+    print(
+        f"{record['strategy']}, accumulation {record['gradient_accumulation_steps']}: "
+        f"relative loss {loss:.1e}, absolute weights {weight:.1e}"
+    )
 
 
 def assert_same_end(result, reference):
@@ -108,16 +110,19 @@ def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
     assert_same_end(resumed, reference)
 
 
-@pytest.mark.parametrize("strategy, spy, step", [
-    # Several in the first step
-    ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 1),
-    # Ctrl-C, which all processes in a terminal receive; the ranks meet at the next checkpoint
-    ("ddp", {"SPY_SIGNAL": "SIGINT all 29"}, 35),
-    pytest.param("zero2", {"SPY_SIGNAL": "SIGUSR1 0 24"}, 28, marks=SLOW),
-    pytest.param("zero3", {"SPY_SAVE": "SIGTERM 2"}, 21, marks=SLOW),  # while 0 saves step 14
-    # In the evaluation, before which its checkpoint was saved
-    pytest.param("fsdp", {"SPY_EVAL": "SIGTERM 1 0"}, 22, marks=SLOW),
-])
+@pytest.mark.parametrize(
+    "strategy, spy, step",
+    [
+        # Several in the first step
+        ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 1),
+        # Ctrl-C, which all processes in a terminal receive; the ranks meet at the next checkpoint
+        ("ddp", {"SPY_SIGNAL": "SIGINT all 29"}, 35),
+        pytest.param("zero2", {"SPY_SIGNAL": "SIGUSR1 0 24"}, 28, marks=SLOW),
+        pytest.param("zero3", {"SPY_SAVE": "SIGTERM 2"}, 21, marks=SLOW),  # while 0 saves step 14
+        # In the evaluation, before which its checkpoint was saved
+        pytest.param("fsdp", {"SPY_EVAL": "SIGTERM 1 0"}, 22, marks=SLOW),
+    ],
+)
 def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, tmp_path):
     stopped = spied(strategy, tmp_path, **spy)
     record = stopped.record
@@ -155,8 +160,13 @@ def fake_run(folder, step=0, settings=None):
     """As much of a Run as a checkpoint needs."""
     state = {"step": step, "loss_history": [], "evaluations": [], "best": [0.5, "step_00000001"]}
     args = SimpleNamespace(output_dir=str(folder), resume=True)
-    return SimpleNamespace(folder=folder, args=args, settings=settings or {"seed": 0},
-                           start_clock=lambda: None, **state)
+    return SimpleNamespace(
+        folder=folder,
+        args=args,
+        settings=settings or {"seed": 0},
+        start_clock=lambda: None,
+        **state,
+    )
 
 
 @pytest.fixture
@@ -183,8 +193,15 @@ def breaking(last, calls, name, original):
     return call
 
 
-CALLS = [(Path, "rename"), (Path, "replace"), (Path, "write_text"), (Path, "unlink"),
-         (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync")]
+CALLS = [
+    (Path, "rename"),
+    (Path, "replace"),
+    (Path, "write_text"),
+    (Path, "unlink"),
+    (Path, "mkdir"),
+    (shutil, "rmtree"),
+    (os, "fsync"),
+]
 
 
 def test_kill_at_any_call_of_the_file_system_leaves_whole_checkpoints(save, tmp_path, capsys):
@@ -314,10 +331,11 @@ def test_resuming_something_else_is_one_clear_error(undisturbed, tmp_path):
     assert undisturbed("fsdp").record["strategy_options"]["reshard_after_forward"] == "true"
     keep = ["--fsdp_reshard_after_forward", "false"]
     for was, now, flags, options, change in (
-            ("ddp", "ddp", ["--hidden_size", 32], {}, "model lstm-64 -> lstm-32"),
-            ("ddp", "fsdp", [], {}, "strategy ddp -> fsdp"),
-            ("ddp", "ddp", [], {"processes": 1}, "global_batch_size 64 -> 32"),
-            ("fsdp", "fsdp", [], {"launcher": keep}, "_after_forward': 'true'.* -> .*: 'false'")):
+        ("ddp", "ddp", ["--hidden_size", 32], {}, "model lstm-64 -> lstm-32"),
+        ("ddp", "fsdp", [], {}, "strategy ddp -> fsdp"),
+        ("ddp", "ddp", [], {"processes": 1}, "global_batch_size 64 -> 32"),
+        ("fsdp", "fsdp", [], {"launcher": keep}, "_after_forward': 'true'.* -> .*: 'false'"),
+    ):
         folder = killed_at_its_end(undisturbed(was), tmp_path / change[:9])
         result = launch(now, SCRIPT, folder, *FLAGS, "--resume", *flags, ok=False, **options)
         assert re.search(change, result.error_line())
@@ -353,17 +371,32 @@ def ids_of_steps(folder, ranks):
 
 
 @SLOW
-@pytest.mark.parametrize("first, then", [
-    ("ddp 2", "ddp 3"), ("fsdp 1", "fsdp 2"), ("fsdp 2", "fsdp 1"),
-    ("ddp 2", "baseline 1"), ("baseline 1", "ddp 2")])
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        ("ddp 2", "ddp 3"),
+        ("fsdp 1", "fsdp 2"),
+        ("fsdp 2", "fsdp 1"),
+        ("ddp 2", "baseline 1"),
+        ("baseline 1", "ddp 2"),
+    ],
+)
 def test_a_run_goes_on_with_other_devices(first, then, by_48, tmp_path):
     """The losses of every step, and the samples, are those of an undisturbed run."""
 
     def run(words, *flags, **env):
         strategy, processes = words.split()
         more = {} if strategy == "baseline" else {"processes": processes}
-        return launch(strategy, SCRIPT, tmp_path, *SPREAD, 48 // int(processes), *flags,
-                      env=env | {"SPY_DIR": str(tmp_path)}, **more)
+        return launch(
+            strategy,
+            SCRIPT,
+            tmp_path,
+            *SPREAD,
+            48 // int(processes),
+            *flags,
+            env=env | {"SPY_DIR": str(tmp_path)},
+            **more,
+        )
 
     stopped = run(first, SPY_SIGNAL="SIGTERM 0 38")  # in the second epoch
     assert stopped.record["steps"] == 40

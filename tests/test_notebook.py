@@ -21,8 +21,13 @@ def execute(notebook, folder):
     fresh = copy.deepcopy(notebook)
     for cell in code_cells(fresh):
         cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(fresh, timeout=120, record_timing=False, coalesce_streams=True,
-                            resources={"metadata": {"path": NOTEBOOK.parent}})
+    client = NotebookClient(
+        fresh,
+        timeout=120,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": NOTEBOOK.parent}},
+    )
     client.execute(env=os.environ | {"TMPDIR": str(folder), "IPYTHONDIR": str(folder)})
     return fresh
 
@@ -33,8 +38,10 @@ def code_cells(notebook):
 
 def kinds(cell):
     """What a cell shows: its streams, and the types of its displays."""
-    return [output.get("name") or sorted(output.get("data", {})) or output.output_type
-            for output in cell.outputs]
+    return [
+        output.get("name") or sorted(output.get("data", {})) or output.output_type
+        for output in cell.outputs
+    ]
 
 
 def text(cell):

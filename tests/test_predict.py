@@ -19,10 +19,19 @@ from test_bert import TINY
 from reporting import links, prediction
 
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
-BASE = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "positions": 512,
-        "tensors": None}
-OPTIONS = {"reduce_bucket_size": 10e6, "stage3_prefetch_bucket_size": 10e6,
-           "stage3_max_live_parameters": 30e6, "stage3_param_persistence_threshold": 1e4}
+BASE = {
+    "layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "positions": 512,
+    "tensors": None,
+}
+OPTIONS = {
+    "reduce_bucket_size": 10e6,
+    "stage3_prefetch_bucket_size": 10e6,
+    "stage3_max_live_parameters": 30e6,
+    "stage3_param_persistence_threshold": 1e4,
+}
 EXAMPLE = ROOT / "docs" / "results" / "report-cpu"
 
 
@@ -42,10 +51,12 @@ def test_the_collectives_of_bert_base():
     flat = parts.words + parts.others + sum(parts.layers, []) + parts.head
     assert flat == [weight.numel() for weight in weights]
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(
-        weights[::-1], [2**20, 25 * 2**20])
+        weights[::-1], [2**20, 25 * 2**20]
+    )
     sizes = [4 * sum(flat[::-1][i] for i in bucket) for bucket in buckets]
     assert len(sizes) == 13 and count("ddp", parts, 8) == Counter(
-        ("all_reduce", size) for size in sizes)
+        ("all_reduce", size) for size in sizes
+    )
     names = Counter(call.name for call in count("fsdp", parts, 4).elements())
     assert names == {"all_gather": 27, "reduce_scatter": 14}
     large = [size for size, _ in reversed(prediction.backward_tensors(parts)) if size > 1e4]
@@ -65,29 +76,56 @@ def test_zero_pieces_by_hand():
     pieces = Counter(("reduce", 4 * size) for size in (50, 100, 150, 200, 250, 250))
     assert count("zero2", parts, 4, options=options) == pieces | {("all_gather", 4000): 1}
     assert count("zero3", parts, 4, options=options) == {
-        ("all_gather", 1600): 1, ("all_gather", 1200): 2, ("reduce_scatter", 1200): 2,
-        ("reduce_scatter", 1600): 1, ("all_reduce", 8): 1}
+        ("all_gather", 1600): 1,
+        ("all_gather", 1200): 2,
+        ("reduce_scatter", 1200): 2,
+        ("reduce_scatter", 1600): 1,
+        ("all_reduce", 8): 1,
+    }
 
 
-NAMES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "reduce_": "reduce",
-         "_reduce_scatter_base_": "reduce_scatter"}
+NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "reduce_": "reduce",
+    "_reduce_scatter_base_": "reduce_scatter",
+}
 MNIST = ["train_mnist_rnn.py", "--dataset", "digits", "--per_device_train_batch_size", "8"]
 BERT = ["train_bert_squad.py", *TINY, "--per_device_train_batch_size", "2"]
 
 
-@pytest.mark.parametrize("strategy, script, micro_batches, precision", [
-    ("ddp", BERT, 2, "no"), ("fsdp", BERT, 2, "no"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        *((name, BERT, 2, "no") for name in ("fsdp_keep", "zero1", "zero2", "zero3")),
-        *((name, MNIST, 1, "no") for name in ("ddp", "fsdp", "zero2", "zero3")),
-        ("fsdp", BERT, 1, "bf16"), ("zero3", BERT, 1, "bf16")))])
+@pytest.mark.parametrize(
+    "strategy, script, micro_batches, precision",
+    [
+        ("ddp", BERT, 2, "no"),
+        ("fsdp", BERT, 2, "no"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((name, BERT, 2, "no") for name in ("fsdp_keep", "zero1", "zero2", "zero3")),
+                *((name, MNIST, 1, "no") for name in ("ddp", "fsdp", "zero2", "zero3")),
+                ("fsdp", BERT, 1, "bf16"),
+                ("zero3", BERT, 1, "bf16"),
+            )
+        ),
+    ],
+)
 def test_collectives_by_formula_and_counted(tmp_path, strategy, script, micro_batches, precision):
     """All that goes to the process group in ten steps of two real processes, but for the meetings
     in which losses come home.
     """
-    run = launch(strategy, script[0], tmp_path / "run", *script[1:], "--max_train_steps", 14,
-                 "--gradient_accumulation_steps", micro_batches, env={"SPY_CALLS": str(tmp_path)},
-                 launcher=["--mixed_precision", precision])
+    run = launch(
+        strategy,
+        script[0],
+        tmp_path / "run",
+        *script[1:],
+        "--max_train_steps",
+        14,
+        "--gradient_accumulation_steps",
+        micro_batches,
+        env={"SPY_CALLS": str(tmp_path)},
+        launcher=["--mixed_precision", precision],
+    )
     calls = json.loads((tmp_path / "calls_0.json").read_text())
     seen = Counter((NAMES.get(name, name), size) for name, size in calls)
     row = run.record | run.record["workload"]
@@ -115,9 +153,13 @@ def test_a_line_and_the_seconds_of_a_collective_by_hand():
     link = links.link_of(1000, 0.01)
     link["collectives"]["reduce"]["in_a_row"]["latency_seconds"] = 0  # that of all
     for name, ranks, tree, hops, carried in (
-            ("all_reduce", 2, False, 1, 1.0), ("all_reduce", 8, False, 7, 1.75),
-            ("all_reduce", 8, True, 3, 1.75), ("all_gather", 4, False, 3, 0.75),
-            ("reduce_scatter", 4, False, 3, 0.75), ("broadcast", 8, False, 3, 1.0)):
+        ("all_reduce", 2, False, 1, 1.0),
+        ("all_reduce", 8, False, 7, 1.75),
+        ("all_reduce", 8, True, 3, 1.75),
+        ("all_gather", 4, False, 3, 0.75),
+        ("reduce_scatter", 4, False, 3, 0.75),
+        ("broadcast", 8, False, 3, 1.0),
+    ):
         for in_a_row, latency in ((False, 0.01), (True, 0)):
             found = links.seconds_of(prediction.Call(name, 1000), in_a_row, link, ranks, tree)
             assert found == pytest.approx(hops * latency + carried)
@@ -125,19 +167,23 @@ def test_a_line_and_the_seconds_of_a_collective_by_hand():
 
 def test_steps_by_hand():
     """Forward 3 s, backward 6 s in two stages; calls of 1 s, or of 4 s."""
+
     def step(before=0, after=0, end=0):
         stages = ([], 1 / 3, []), ([call] * before, 1 / 3, [call] * after), ([], 1 / 3, [])
         return prediction.Step([prediction.Stage(*stage) for stage in stages], [call] * end)
 
     call = prediction.Call("all_reduce", 1)
     for steps, seconds, overlap, busy, expected in (
-            ([step()], 1, False, 0, 9), ([step(1, 1, 1)], 1, False, 0, 12),
-            ([step(after=1)], 1, True, 0, 9),  # hidden behind the last stage
-            ([step(after=1)], 4, True, 0, 10),  # 3 of 4 s hidden
-            ([step(after=1)], 1, True, 1, 10),  # the same cores do both
-            ([step(before=1)], 1, True, 0, 9),  # fetched during the first stage
-            ([step(before=1)], 4, True, 0, 10), ([step(end=1)], 1, True, 0, 10),
-            ([step(), step(after=1)], 4, True, 0, 19)):
+        ([step()], 1, False, 0, 9),
+        ([step(1, 1, 1)], 1, False, 0, 12),
+        ([step(after=1)], 1, True, 0, 9),  # hidden behind the last stage
+        ([step(after=1)], 4, True, 0, 10),  # 3 of 4 s hidden
+        ([step(after=1)], 1, True, 1, 10),  # the same cores do both
+        ([step(before=1)], 1, True, 0, 9),  # fetched during the first stage
+        ([step(before=1)], 4, True, 0, 10),
+        ([step(end=1)], 1, True, 0, 10),
+        ([step(), step(after=1)], 4, True, 0, 19),
+    ):
         alone, cost = 9 * len(steps), lambda *_, seconds=seconds: seconds
         found = prediction.step_seconds(alone, steps, cost, overlap, busy)
         assert found == pytest.approx(expected)
@@ -155,8 +201,17 @@ def rows_of(path):
 def remade(tmp_path_factory):
     """The example report, made anew from its records."""
     folder = tmp_path_factory.mktemp("example")
-    done = run([sys.executable, "report.py", EXAMPLE / "records.tar.xz", "--predict", "8",
-                "--output_dir", folder])
+    done = run(
+        [
+            sys.executable,
+            "report.py",
+            EXAMPLE / "records.tar.xz",
+            "--predict",
+            "8",
+            "--output_dir",
+            folder,
+        ]
+    )
     assert done.code == 0, done.err
     return folder
 
@@ -168,17 +223,25 @@ def test_the_example_report_is_what_its_records_give(remade):
             assert cell == new[name] or float(cell) == pytest.approx(float(new[name])), name
     old, made = (path.read_text() for path in (EXAMPLE / "report.md", remade / "report.md"))
     assert old.split() == made.split()
-    shown, misses = ([[cell.strip() for cell in line.strip("|").split("|")]
-                      for line in text.splitlines() if re.search(r" [-+]\d+% *\|$", line)]
-                     for text in ((EXAMPLE / "README.md").read_text(), made))
+    shown, misses = (
+        [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in text.splitlines()
+            if re.search(r" [-+]\d+% *\|$", line)
+        ]
+        for text in ((EXAMPLE / "README.md").read_text(), made)
+    )
     assert [row[1:] for row in shown] == [[row[0], *row[2:]] for row in misses] and misses
 
 
 def test_the_intervals_of_the_docs_hold(remade):
     """They have nine of ten of the measured cells that docs/results shows, and are narrow."""
     rows = rows_of(remade / "report.csv") + rows_of(ROOT / "docs/results/links-cpu/links.csv")
-    cells = [[float(row[name]) for name in ("step_seconds", *prediction.PREDICTED)]
-             for row in rows if row["predicted_step_seconds"]]
+    cells = [
+        [float(row[name]) for name in ("step_seconds", *prediction.PREDICTED)]
+        for row in rows
+        if row["predicted_step_seconds"]
+    ]
     inside = sum(low <= measured <= high for measured, _, low, high in cells)
     widths = [(high - low) / 2 / step for _, step, low, high in cells]
     assert len(cells) >= 35 and inside >= 0.9 * len(cells) and statistics.median(widths) <= 0.25

@@ -20,8 +20,11 @@ import draw_traces  # noqa: E402
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "docs" / "lab" / "11-profile.md").read_text()
 KEPT = ROOT / "docs" / "img" / "traces"
-SMALLER = {"hidden_size=384": "hidden_size=96", "intermediate_size=1536": "intermediate_size=192",
-           "num_hidden_layers=6": "num_hidden_layers=2"}
+SMALLER = {
+    "hidden_size=384": "hidden_size=96",
+    "intermediate_size=1536": "intermediate_size=192",
+    "num_hidden_layers=6": "num_hidden_layers=2",
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,25 +13,46 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks"
 NAMES = ["README.md", "docs/cluster.md", "docs/scripts.md", "docs/reference/developing.md"]
 TEXTS = "".join((ROOT / name).read_text() for name in NAMES)
 BLOCKS = re.sub(r"\\\n *", "", "".join(re.findall(r"```\n(.*?)```", TEXTS, re.S)))
-COMMANDS = {line.split("#")[0].strip() for line in BLOCKS.splitlines()
-            if re.match(r"accelerate|make|python|source|sbatch", line)}
-CI = ["make train", "make train-bert", "make setup", "make sweep", "make test",
-      "python report.py runs/", "source .venv/bin/activate"]  # .ci/run runs these
+COMMANDS = {
+    line.split("#")[0].strip()
+    for line in BLOCKS.splitlines()
+    if re.match(r"accelerate|make|python|source|sbatch", line)
+}
+CI = [
+    "make train",
+    "make train-bert",
+    "make setup",
+    "make sweep",
+    "make test",
+    "python report.py runs/",
+    "source .venv/bin/activate",
+]  # .ci/run runs these
 ELSEWHERE = [  # and these: the test of make below, test_bert_data, test_ladder, test_sbatch
-    "make train TORCH=cpu", "make clean setup CONSTRAINTS=constraints-cu128.txt",
-    "python train_bert_squad.py --prepare_data_only", "python fit.py 40GB",
-    "sbatch/sweep.sh --dry_run", "sbatch/sweep.sh", "sbatch sbatch/2node.sh",
-    "sbatch sbatch/check.sh", "sbatch --nodes=1 --gres=gpu:2 --time=40 sbatch/check.sh --full"]
+    "make train TORCH=cpu",
+    "make clean setup CONSTRAINTS=constraints-cu128.txt",
+    "python train_bert_squad.py --prepare_data_only",
+    "python fit.py 40GB",
+    "sbatch/sweep.sh --dry_run",
+    "sbatch/sweep.sh",
+    "sbatch sbatch/2node.sh",
+    "sbatch sbatch/check.sh",
+    "sbatch --nodes=1 --gres=gpu:2 --time=40 sbatch/check.sh --full",
+]
 HERE = sorted(COMMANDS - {*CI, *ELSEWHERE})
-LAUNCHES, JOBS = ([command for command in HERE if command.startswith(start)]
-                  for start in ("accelerate launch --config_file ", "sbatch "))
+LAUNCHES, JOBS = (
+    [command for command in HERE if command.startswith(start)]
+    for start in ("accelerate launch --config_file ", "sbatch ")
+)
 
 
 def small(command, folder):
     """Flags that come last: small data, a few steps."""
-    data = ("--dataset digits" if "train_mnist_rnn.py" in command else
-            "--model_name_or_path tests/data/tiny_bert --from_scratch --version_2_with_negative"
-            " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json")
+    data = (
+        "--dataset digits"
+        if "train_mnist_rnn.py" in command
+        else "--model_name_or_path tests/data/tiny_bert --from_scratch --version_2_with_negative"
+        " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json"
+    )
     return [*data.split(), "--max_train_steps", "3", "--output_dir", str(folder)]
 
 
@@ -82,13 +103,21 @@ def test_make_installs_what_was_asked_for(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >>pip.log\n')
     (tmp_path / "python").write_text("#!/bin/sh\n[ $1 = -c ] || install -D pip .venv/bin/pip\n")
-    new, old = (f"{name} torch torchvision{index}\n{name} -r requirements.txt\n" for name, index in
-                [("constraints.txt", " --no-deps --index-url https://download.pytorch.org/whl/cpu"),
-                 ("constraints-cu128.txt", "")])
+    new, old = (
+        f"{name} torch torchvision{index}\n{name} -r requirements.txt\n"
+        for name, index in [
+            ("constraints.txt", " --no-deps --index-url https://download.pytorch.org/whl/cpu"),
+            ("constraints-cu128.txt", ""),
+        ]
+    )
     for words, asked, notes in [
-            ("setup TORCH=cpu", new, 0), ("dev", "constraints.txt -r requirements-dev.txt\n", 0),
-            ("setup TORCH=", "", 1), ("setup -W requirements.txt", new, 0),
-            ("clean setup CONSTRAINTS=constraints-cu128.txt", old, 0), ("setup TORCH=cpu", "", 1)]:
+        ("setup TORCH=cpu", new, 0),
+        ("dev", "constraints.txt -r requirements-dev.txt\n", 0),
+        ("setup TORCH=", "", 1),
+        ("setup -W requirements.txt", new, 0),
+        ("clean setup CONSTRAINTS=constraints-cu128.txt", old, 0),
+        ("setup TORCH=cpu", "", 1),
+    ]:
         (tmp_path / "pip.log").write_text("")
         done = run(["make", "-C", tmp_path, "PYTHON=sh python", *words.split()])
         assert done.code == 0 and done.err.count("note: .venv stays") == notes, done.err

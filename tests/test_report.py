@@ -22,8 +22,10 @@ GPU = {"device_name": "NVIDIA H200"}
 def run_report(*words, draw=False):
     """report.py's main() in this process, which has imported all; pictures only if they count."""
     plot_work = report.plot_work if draw else lambda *_: {}
-    with (mock.patch.object(sys, "argv", ["report.py", *map(str, words)]),
-          mock.patch.object(report, "plot_work", plot_work)):
+    with (
+        mock.patch.object(sys, "argv", ["report.py", *map(str, words)]),
+        mock.patch.object(report, "plot_work", plot_work),
+    ):
         report.main()
 
 
@@ -31,19 +33,51 @@ def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
     """A run record as the scripts leave it, with what the report reads. Other devices have another
     seed, dropout and learning rate, which make no other workload.
     """
-    work = {"model": "lstm-64", "dataset": "digits", "samples": 1280, "sequence_length": 8,
-            "epochs": 4, "steps": None, "seed": devices, "dropout": devices / 10,
-            "learning_rate": devices / 100, "precision": "no"} | changes.pop("work", {})
-    ranks = [{"rank": rank, "host": f"n{rank}", "real": 118.544, "user": 100.0, "sys": 3.25,
-              "peak_memory_mb": 500 + rank} for rank in range(devices)]
+    work = {
+        "model": "lstm-64",
+        "dataset": "digits",
+        "samples": 1280,
+        "sequence_length": 8,
+        "epochs": 4,
+        "steps": None,
+        "seed": devices,
+        "dropout": devices / 10,
+        "learning_rate": devices / 100,
+        "precision": "no",
+    } | changes.pop("work", {})
+    ranks = [
+        {
+            "rank": rank,
+            "host": f"n{rank}",
+            "real": 118.544,
+            "user": 100.0,
+            "sys": 3.25,
+            "peak_memory_mb": 500 + rank,
+        }
+        for rank in range(devices)
+    ]
     return {
-        "script": "train_mnist_rnn.py", "strategy": strategy, "nodes": nodes, "devices": devices,
-        "ranks": ranks, "device_name": "CPU (x86_64)", "global_batch_size": batch * devices,
-        "workload": work, "parameters": 1000, "per_device_batch_size": batch, "threads": 2,
-        "gradient_accumulation_steps": 1, "samples_per_second": seconds and 5120 / seconds,
-        "seconds": {"train": seconds, "total": seconds + 10}, "versions": {"torch": "2.15.0"},
-        "steps": 5120 // (batch * devices), "status": "completed", "resumed_from": None,
-        "profiled": False, "loss_history": [[1, 2.3], [2, 2.1]]} | changes
+        "script": "train_mnist_rnn.py",
+        "strategy": strategy,
+        "nodes": nodes,
+        "devices": devices,
+        "ranks": ranks,
+        "device_name": "CPU (x86_64)",
+        "global_batch_size": batch * devices,
+        "workload": work,
+        "parameters": 1000,
+        "per_device_batch_size": batch,
+        "threads": 2,
+        "gradient_accumulation_steps": 1,
+        "samples_per_second": seconds and 5120 / seconds,
+        "seconds": {"train": seconds, "total": seconds + 10},
+        "versions": {"torch": "2.15.0"},
+        "steps": 5120 // (batch * devices),
+        "status": "completed",
+        "resumed_from": None,
+        "profiled": False,
+        "loss_history": [[1, 2.3], [2, 2.1]],
+    } | changes
 
 
 def report_of(folder, *words, draw=False, **runs):
@@ -63,8 +97,9 @@ def rows_in(text, column):
     for block in text.split("\n\n"):
         lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
         if column in lines[0]:
-            return {tuple(row[:2]): dict(zip(lines[0][2:], row[2:], strict=True))
-                    for row in lines[2:]}
+            return {
+                tuple(row[:2]): dict(zip(lines[0][2:], row[2:], strict=True)) for row in lines[2:]
+            }
     return {}
 
 
@@ -91,22 +126,51 @@ def test_medians_speedups_and_the_median_run(tmp_path):
     """Medians 100 and 60: a speedup of 100 / 60 on two devices."""
     (tmp_path / "d2.log").touch()
     rows, text = report_of(
-        tmp_path, b1=record("baseline", 1, 90), b2=record("baseline"), d2=record("ddp", 2, 60, 2),
-        b3=record("baseline", 1, 130), d3=record("ddp", 2, 80, 2),
-        d1=record("ddp", 2, 55, 2, work={"compute_dtype": "no"}))  # as without it
+        tmp_path,
+        b1=record("baseline", 1, 90),
+        b2=record("baseline"),
+        d2=record("ddp", 2, 60, 2),
+        b3=record("baseline", 1, 130),
+        d3=record("ddp", 2, 80, 2),
+        d1=record("ddp", 2, 55, 2, work={"compute_dtype": "no"}),
+    )  # as without it
     assert list(rows) == ["b2", "d2"] and "1m58.544s" in text
     assert [*rows_in(text, "median run")[("ddp", "2 x 1")].values()] == [
-        "64", "3", "750.00", "85.3", "60.00", "55.00-80.00", "70.0", "501", "", "batch per device",
-        "steady steps", "1.67", "83%", "repeats differ by 34%", "d2", "d2.log"]
+        "64",
+        "3",
+        "750.00",
+        "85.3",
+        "60.00",
+        "55.00-80.00",
+        "70.0",
+        "501",
+        "",
+        "batch per device",
+        "steady steps",
+        "1.67",
+        "83%",
+        "repeats differ by 34%",
+        "d2",
+        "d2.log",
+    ]
 
 
-@pytest.mark.parametrize("changes, name", [
-    ({"work": {"dataset": "mnist"}}, "dataset"), ({"work": {"model": "lstm-128"}}, "model"),
-    ({"work": {"samples": 640}}, "samples"), ({"work": {"epochs": 5}}, "epochs"),
-    ({"work": {"precision": "bf16"}}, "precision, compute_dtype"), ({"threads": 1}, "threads"),
-    ({"work": {"compute_dtype": "bf16"}}, "compute_dtype"), ({"script": "x.py"}, "script"),
-    ({"device_name": "CPU (another)"}, "device_name"), ({"versions": {"torch": "2.8"}}, "torch"),
-    ({"work": {"epochs": None, "steps": 40}}, "epochs, steps")])
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"work": {"dataset": "mnist"}}, "dataset"),
+        ({"work": {"model": "lstm-128"}}, "model"),
+        ({"work": {"samples": 640}}, "samples"),
+        ({"work": {"epochs": 5}}, "epochs"),
+        ({"work": {"precision": "bf16"}}, "precision, compute_dtype"),
+        ({"threads": 1}, "threads"),
+        ({"work": {"compute_dtype": "bf16"}}, "compute_dtype"),
+        ({"script": "x.py"}, "script"),
+        ({"device_name": "CPU (another)"}, "device_name"),
+        ({"versions": {"torch": "2.8"}}, "torch"),
+        ({"work": {"epochs": None, "steps": 40}}, "epochs, steps"),
+    ],
+)
 def test_different_work_is_never_one_speedup(tmp_path, changes, name):
     rows, text = report_of(tmp_path, base=record("baseline"), other=record("ddp", 2, 50, **changes))
     assert rows["other"]["speedup"] == "" and f"they differ in {name}.\n" in text
@@ -115,44 +179,68 @@ def test_different_work_is_never_one_speedup(tmp_path, changes, name):
 
 def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
     rows, text = report_of(
-        tmp_path / "cpu", base=record("baseline"), weak=record("ddp", 2, 50),
-        strong=record("ddp", 2, 80, batch=16), neither=record("ddp", 2, 70, batch=8))
+        tmp_path / "cpu",
+        base=record("baseline"),
+        weak=record("ddp", 2, 50),
+        strong=record("ddp", 2, 80, batch=16),
+        neither=record("ddp", 2, 70, batch=8),
+    )
     assert {run: (row["fixed"], row["speedup"]) for run, row in rows.items()} == {
-        "base": ("itself", "1.0"), "weak": ("batch per device", "2.0"),
-        "strong": ("global batch", "1.25"), "neither": ("", "")}
+        "base": ("itself", "1.0"),
+        "weak": ("batch per device", "2.0"),
+        "strong": ("global batch", "1.25"),
+        "neither": ("", ""),
+    }
     assert ("1 x 2", "50.0 s, 2.00×, 100 %") in rows_in(text, "DDP")  # the batch per device first
     # 156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices.
     rows, _ = report_of(
-        tmp_path / "uneven", base=record("baseline", batch=8, steps=6 * 19),
+        tmp_path / "uneven",
+        base=record("baseline", batch=8, steps=6 * 19),
         weak=record("ddp", 2, 50, batch=8, steps=6 * 9),
-        strong=record("fsdp", 2, 50, batch=4, steps=6 * 19))
+        strong=record("fsdp", 2, 50, batch=4, steps=6 * 19),
+    )
     assert [rows[run]["speedup"] for run in ("base", "weak", "strong")] == ["1.0", "", "2.0"]
     # With GPUs, processes have as many threads as Slurm granted.
-    rows, _ = report_of(tmp_path / "gpu", base=record("baseline", threads=4, **GPU),
-                        dp=record("dp", 2, 50, threads=8, **GPU))
+    rows, _ = report_of(
+        tmp_path / "gpu",
+        base=record("baseline", threads=4, **GPU),
+        dp=record("dp", 2, 50, threads=8, **GPU),
+    )
     assert rows["dp"]["speedup"] == "2.0"
 
 
 def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     """Recomputing is one: compared with the baseline that keeps its activations."""
-    both, free = ({"reshard_after_forward": value, "offload_params": value, "version": value}
-                  for value in ("true", "false"))
+    both, free = (
+        {"reshard_after_forward": value, "offload_params": value, "version": value}
+        for value in ("true", "false")
+    )
     plain = {"reshard_after_forward": "true", "version": "2"}
     again = {"activation_checkpointing": True}
     runs = {"again": record("baseline", 1, 125, **again), "anew": record("ddp", 2, 80, **again)}
     rows, text = report_of(
-        tmp_path / "all", base=record("baseline"), **runs, ddp=record("ddp", 2, 50),
+        tmp_path / "all",
+        base=record("baseline"),
+        **runs,
+        ddp=record("ddp", 2, 50),
         other=record("fsdp", 2, 80, strategy_options=plain | {"state_dict_type": "FULL"}),
         plain=record("fsdp", 2, 80, strategy_options=plain),
         repeat=record("fsdp", 2, 80, strategy_options=plain),
         offload=record("fsdp", 2, 80, strategy_options=both),
-        keep=record("fsdp", 2, 50, strategy_options=free))
-    assert {run: (row["strategy"], row["repeats"], row["speedup"])
-            for run, row in rows.items()} == {
-        "base": ("baseline", "1", "1.0"), "again": ("baseline", "1", "0.8"),
-        "ddp": ("ddp", "1", "2.0"), "anew": ("ddp", "1", "1.25"), "plain": ("fsdp", "2", "1.25"),
-        "other": ("fsdp", "1", "1.25"), "keep": ("fsdp_keep", "1", "2.0"),
-        "offload": ("fsdp_offload", "1", "1.25")}
+        keep=record("fsdp", 2, 50, strategy_options=free),
+    )
+    assert {
+        run: (row["strategy"], row["repeats"], row["speedup"]) for run, row in rows.items()
+    } == {
+        "base": ("baseline", "1", "1.0"),
+        "again": ("baseline", "1", "0.8"),
+        "ddp": ("ddp", "1", "2.0"),
+        "anew": ("ddp", "1", "1.25"),
+        "plain": ("fsdp", "2", "1.25"),
+        "other": ("fsdp", "1", "1.25"),
+        "keep": ("fsdp_keep", "1", "2.0"),
+        "offload": ("fsdp_offload", "1", "1.25"),
+    }
     assert '| fsdp (state_dict_type: "FULL")' in text and "| fsdp (state_dict_type: null)" in text
     assert "version" not in text and "| ddp  " in text and "| ddp, recomputing  " in text
     rows, text = report_of(tmp_path / "alone", **runs)
@@ -161,24 +249,40 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
 
 def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     columns = "run,strategy,nodes,gpus_per_node,repeat,job\n"
-    files = {"half/run.json": '{"status": "comp', "cut/sweep.csv": f"{columns}ddp-1x2-r1,ddp,1\nd",
-             "sweep.csv": f"{columns}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n"}
+    files = {
+        "half/run.json": '{"status": "comp',
+        "cut/sweep.csv": f"{columns}ddp-1x2-r1,ddp,1\nd",
+        "sweep.csv": f"{columns}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     rows, text = report_of(
-        tmp_path, base=record("baseline"), good=record("ddp", 2, 50), odd={"status": 1},
-        stopped=record("ddp", 2, status="preempted"), failed=record("ddp", 2, status="failed"),
-        resumed=record("ddp", 2, resumed_from="x"), traced=record("ddp", 2, profiled=True),
-        died=record("zero2", 2, 0, status="running", slurm_job_id=7), zero=record("ddp", 2, 0),
-        nan=record("ddp", 2, float("nan")), nobody=record("ddp", ranks=[{"peak_memory_mb": 3}]))
+        tmp_path,
+        base=record("baseline"),
+        good=record("ddp", 2, 50),
+        odd={"status": 1},
+        stopped=record("ddp", 2, status="preempted"),
+        failed=record("ddp", 2, status="failed"),
+        resumed=record("ddp", 2, resumed_from="x"),
+        traced=record("ddp", 2, profiled=True),
+        died=record("zero2", 2, 0, status="running", slurm_job_id=7),
+        zero=record("ddp", 2, 0),
+        nan=record("ddp", 2, float("nan")),
+        nobody=record("ddp", ranks=[{"peak_memory_mb": 3}]),
+    )
     assert list(rows) == ["base", "good"] and "good (" not in text
-    for line in ("stopped (ddp, 1 x 2): stopped before its end", "failed (ddp, 1 x 2): broke down",
-                 "resumed (ddp, 1 x 2): resumed: not a timing", "traced (ddp, 1 x 2): profiled",
-                 "died (zero2, 1 x 2): died, or is still running: see slurm-7.out",
-                 *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
-                 "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
-                 "skipped cut/sweep.csv", "no result of zero2 on 1 x 2 and zero3 on 1 x 2"):
+    for line in (
+        "stopped (ddp, 1 x 2): stopped before its end",
+        "failed (ddp, 1 x 2): broke down",
+        "resumed (ddp, 1 x 2): resumed: not a timing",
+        "traced (ddp, 1 x 2): profiled",
+        "died (zero2, 1 x 2): died, or is still running: see slurm-7.out",
+        *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
+        "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
+        "skipped cut/sweep.csv",
+        "no result of zero2 on 1 x 2 and zero3 on 1 x 2",
+    ):
         assert line in text
 
 
@@ -209,17 +313,25 @@ def test_times_are_read_and_printed_as_time_does():
     assert (page.as_time_prints(118.544), page.as_time_prints(59.9997)) == ("1m58.544s", "1m0.000s")
 
 
-@pytest.mark.parametrize("words, times, message", [
-    ("--times t.csv", "strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
-    ("--times t.csv", f"{HEAD}baseline,1,1,12\nddp,2,1,fast\n", "line 3: 'fast' is no time"),
-    ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: invalid literal"),
-    ("--times t.csv", f"{HEAD}ddp,2,0,12\n", "line 2: nodes and gpus_per_node have to be 1 or"),
-    ("--times t.csv", HEAD, "there are no times"), ("--times t.csv", "", "No columns to parse"),
-    (".", "", "no run.json below"), ("x", "", "there is no x"), ("", "", "a folder of runs"),
-    ("t.csv", "x", "neither a folder nor a compressed one"),
-    (". --predict 8", "", "--predict needs the link"), (". --bandwidth 1", "", "a link together"),
-    (". --check t.csv", "[]", "t.csv is no check.json of several ranks"),
-    (". --predict 1 --bandwidth 1 --latency 1", "", "at least 2 devices")])
+@pytest.mark.parametrize(
+    "words, times, message",
+    [
+        ("--times t.csv", "strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
+        ("--times t.csv", f"{HEAD}baseline,1,1,12\nddp,2,1,fast\n", "line 3: 'fast' is no time"),
+        ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: invalid literal"),
+        ("--times t.csv", f"{HEAD}ddp,2,0,12\n", "line 2: nodes and gpus_per_node have to be 1 or"),
+        ("--times t.csv", HEAD, "there are no times"),
+        ("--times t.csv", "", "No columns to parse"),
+        (".", "", "no run.json below"),
+        ("x", "", "there is no x"),
+        ("", "", "a folder of runs"),
+        ("t.csv", "x", "neither a folder nor a compressed one"),
+        (". --predict 8", "", "--predict needs the link"),
+        (". --bandwidth 1", "", "a link together"),
+        (". --check t.csv", "[]", "t.csv is no check.json of several ranks"),
+        (". --predict 1 --bandwidth 1 --latency 1", "", "at least 2 devices"),
+    ],
+)
 def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.csv").write_text(times)
@@ -232,19 +344,29 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
 def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     """DDP is the fastest beyond them; ZeRO-2 and FSDP overlap; ZeRO-3 is slower than a device."""
     times = {"baseline": 100, "ddp": 55, "fsdp": 71, "zero2": 72, "zero3": 111}
-    steady = {f"{name}{more}": record(name, 1 if name == "baseline" else 2, middle + more)
-              for name, middle in times.items() for more in (-1, 0, 1)}
+    steady = {
+        f"{name}{more}": record(name, 1 if name == "baseline" else 2, middle + more)
+        for name, middle in times.items()
+        for more in (-1, 0, 1)
+    }
     _, text = report_of(tmp_path, **steady, lost=record("zero3", 4, nodes=2, status="failed"))
-    for words in ("trains in 100.00 s", "The fastest is ddp on 1 x 2, 1.82 times as fast",
-                  "29% faster than fsdp on 1 x 2: more than repeats differ",
-                  "ddp on 1 x 2, fsdp on 1 x 2 and zero2 on 1 x 2 gain",
-                  "zero3 on 1 x 2 is slower than one device", "Mind: no result of zero3 on 2 x 2."):
+    for words in (
+        "trains in 100.00 s",
+        "The fastest is ddp on 1 x 2, 1.82 times as fast",
+        "29% faster than fsdp on 1 x 2: more than repeats differ",
+        "ddp on 1 x 2, fsdp on 1 x 2 and zero2 on 1 x 2 gain",
+        "zero3 on 1 x 2 is slower than one device",
+        "Mind: no result of zero3 on 2 x 2.",
+    ):
         assert words in first_page(text)
     assert rows_in(text, "DDP") == {
         ("1 x 2", "55.0 s, 1.82×, 91 %"): {
-            "FSDP": "71.0 s, 1.41×, 70 %", "ZeRO-2": "72.0 s, 1.39×, 69 %",
-            "ZeRO-3": "111.0 s, 0.90×, 45 %"},
-        ("2 x 2", ""): {"FSDP": "", "ZeRO-2": "", "ZeRO-3": "no result"}}
+            "FSDP": "71.0 s, 1.41×, 70 %",
+            "ZeRO-2": "72.0 s, 1.39×, 69 %",
+            "ZeRO-3": "111.0 s, 0.90×, 45 %",
+        },
+        ("2 x 2", ""): {"FSDP": "", "ZeRO-2": "", "ZeRO-3": "no result"},
+    }
     shown = first_page(report_of(tmp_path, ddp9=record("ddp", 2, 90))[1])
     assert "are the fastest, about 1.80 times one device; their repeats overlap" in shown
     assert "Mind: not safe to rely on: ddp on 1 x 2 (repeats differ by" in shown
@@ -261,32 +383,58 @@ def test_a_gain_has_to_beat_the_repeats(tmp_path, alone, two):
 
 def test_what_costs_the_most_and_what_is_in_doubt(tmp_path):
     check(tmp_path / "check")
-    _, text = report_of(tmp_path, b1=record("baseline", steps=24), d1=record("ddp", 2, 80),
-                        other=record("fsdp", 2, 50, steps=12))
+    _, text = report_of(
+        tmp_path,
+        b1=record("baseline", steps=24),
+        d1=record("ddp", 2, 80),
+        other=record("fsdp", 2, 50, steps=12),
+    )
     assert "Mind: each cell was measured only once" in first_page(text)
     assert "Missing: a run on one device, with the same strategy and batch per device, of" in text
-    rows, text = report_of(tmp_path, b2=record("baseline", 1, 101, steps=24), one=record("ddp"),
-                           d2=record("ddp", 2, 82))
+    rows, text = report_of(
+        tmp_path,
+        b2=record("baseline", 1, 101, steps=24),
+        one=record("ddp"),
+        d2=record("ddp", 2, 82),
+    )
     shown = first_page(text)
     assert "largest cost besides computing: predicted communication for ddp on 1 x 2 (255" in shown
     assert "baseline on 1 x 1 (14 steady steps)" in shown and "measured only once: " in shown
     assert {row["basis"] for row in rows.values()} == {"training", ""}
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"samples_per_second": 0.0}, {"steps": 0, "samples_per_second": None},
-    GPU | {"work": {"precision": "fp16"}}, {"script": "x.py", "work": {"sequence_length": None}},
-    {"ranks": [dict.fromkeys(("real", "user", "sys"), 1.0) | {
-        "rank": 0, "host": "n", "peak_memory_mb": None}]}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"samples_per_second": 0.0},
+        {"steps": 0, "samples_per_second": None},
+        GPU | {"work": {"precision": "fp16"}},
+        {"script": "x.py", "work": {"sequence_length": None}},
+        {
+            "ranks": [
+                dict.fromkeys(("real", "user", "sys"), 1.0)
+                | {"rank": 0, "host": "n", "peak_memory_mb": None}
+            ]
+        },
+    ],
+)
 def test_a_report_of_what_is_hardly_known(tmp_path, changes):
     """No formula of a strategy, no rate, steps, length or peak, no link, a GPU: nothing breaks."""
     check(tmp_path / "check", processes=16)
     check(tmp_path / "old").write_text('{"nodes": 1, "processes": 1, "collectives": null}')
     _, text = report_of(
-        tmp_path, "--predict", 4, draw=True, base=record("baseline", **changes),
-        one=record("ddp", **changes), two=record("ddp", 2, 60, **changes),
-        dp=record("dp", 2, 60, **changes), alone=record("dp", 1, 99, **changes),
-        again=record("baseline", 1, 120, activation_checkpointing=True, **changes))
+        tmp_path,
+        "--predict",
+        4,
+        draw=True,
+        base=record("baseline", **changes),
+        one=record("ddp", **changes),
+        two=record("ddp", 2, 60, **changes),
+        dp=record("dp", 2, 60, **changes),
+        alone=record("dp", 1, 99, **changes),
+        again=record("baseline", 1, 120, activation_checkpointing=True, **changes),
+    )
     rows = rows_in(text, "unexplained")
     assert "skipped" not in text and "None" not in text
     assert bool(rows) == ("samples_per_second" not in changes)
@@ -310,15 +458,26 @@ def test_bars_start_at_zero_and_carry_their_values_and_the_ideal(tmp_path):
     check(tmp_path / "check")
     history = [[step, step % 2] for step in range(1, 1201)]
     axes, rows, text = pictures_of(
-        tmp_path, base=record("baseline", loss_history=history), ddp=record("ddp", 2, 60),
-        one=record("ddp", 1, 120), zero3=record("zero3", 2, 200))
-    for name, column, form in (("time", "seconds", "{:,.2f}"), ("speedup", "speedup", "{:.2f}"),
-                               ("efficiency", "efficiency", "{:.0%}")):
+        tmp_path,
+        base=record("baseline", loss_history=history),
+        ddp=record("ddp", 2, 60),
+        one=record("ddp", 1, 120),
+        zero3=record("zero3", 2, 200),
+    )
+    for name, column, form in (
+        ("time", "seconds", "{:,.2f}"),
+        ("speedup", "speedup", "{:.2f}"),
+        ("efficiency", "efficiency", "{:.0%}"),
+    ):
         values = [float(row[column]) for row in rows.values()]
         assert [bar.get_width() for bar in axes[name].patches] == values
         assert [text.get_text() for text in axes[name].texts] == [*map(form.format, values)]
         assert [text.get_text() for text in axes[name].get_yticklabels()] == [
-            "baseline, 1 x 1", "ddp, 1 x 2", "ddp, 1 x 1", "zero3, 1 x 2"]
+            "baseline, 1 x 1",
+            "ddp, 1 x 2",
+            "ddp, 1 x 1",
+            "zero3, 1 x 2",
+        ]
     marks = {marks.get_label()[:5]: marks for marks in axes["speedup"].collections}
     assert [set(tick[:, 0]) for tick in marks["ideal"].get_segments()] == [{2}] * 2
     bars = axes["step"].patches
@@ -343,16 +502,30 @@ def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     assert set(pictures.STYLES) == {path.stem for path in ROOT.glob("accelerate_configs/*.yaml")}
     assert len(set(markers)) == len(set(map(str, dashes))) == len(pictures.STYLES)
     assert len(set(pictures.SHADES)) == len(pictures.SHADES) == len(splitting.PARTS)
-    kinds = {"plain": {}, "again": {"activation_checkpointing": True},
-             "keep": {"strategy_options": {"reshard_after_forward": "false"}}}
-    axes, _, _ = pictures_of(tmp_path, base=record("baseline"), **{
-        f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
-        for name, changes in kinds.items() for devices in (1, 2, 4)})
-    lines = {line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
-             for line in axes["speedup"].lines}
+    kinds = {
+        "plain": {},
+        "again": {"activation_checkpointing": True},
+        "keep": {"strategy_options": {"reshard_after_forward": "false"}},
+    }
+    axes, _, _ = pictures_of(
+        tmp_path,
+        base=record("baseline"),
+        **{
+            f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
+            for name, changes in kinds.items()
+            for devices in (1, 2, 4)
+        },
+    )
+    lines = {
+        line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
+        for line in axes["speedup"].lines
+    }
     assert lines.pop("ideal")[2] == [1, 2, 4] and lines == {
-        "baseline": ("o", 5, [1]), "fsdp": ("^", 5, [1, 2, 4]), "fsdp_keep": ("<", 5, [1, 2, 4]),
-        "fsdp, recomputing": ("^", 9, [1, 2, 4])}
+        "baseline": ("o", 5, [1]),
+        "fsdp": ("^", 5, [1, 2, 4]),
+        "fsdp_keep": ("<", 5, [1, 2, 4]),
+        "fsdp, recomputing": ("^", 9, [1, 2, 4]),
+    }
     assert len(axes["speedup"].collections) == 4  # a band of the repeats for each
 
 
@@ -364,22 +537,48 @@ def test_prediction_beside_measurement(tmp_path):
     alone = record("fsdp", 1, 120)
     alone["ranks"][0]["train_cpu"] = 90.0  # another program had a quarter of its core
     rows, text = report_of(
-        tmp_path / "runs", "--predict", 4, "--check", check(tmp_path), base=record("baseline"),
-        one=record("ddp", 1), ddp=record("ddp", 2, 80), fsdp=record("fsdp", 2, 90), alone=alone)
+        tmp_path / "runs",
+        "--predict",
+        4,
+        "--check",
+        check(tmp_path),
+        base=record("baseline"),
+        one=record("ddp", 1),
+        ddp=record("ddp", 2, 80),
+        fsdp=record("fsdp", 2, 90),
+        alone=alone,
+    )
     below, above = 1 + prediction.BELOW, 1 + prediction.ABOVE
     busy = below + 0.25 * prediction.BELOW_BUSY, above + 0.25 * prediction.ABOVE_BUSY
     shown = rows_in(text, "miss")
     assert [*shown[("ddp", "1 x 2")].values()] == [
-        "625.00", "880.00", f"{880 / below:.2f}", f"{880 * above:.2f}", "1000.00", "-12%"]
+        "625.00",
+        "880.00",
+        f"{880 / below:.2f}",
+        f"{880 * above:.2f}",
+        "1000.00",
+        "-12%",
+    ]
     assert [*shown[("fsdp", "1 x 2")].values()] == [
-        "750.00", "1010.00", f"{1010 / busy[0]:.2f}", f"{1010 * busy[1]:.2f}", "1125.00", "-10%"]
+        "750.00",
+        "1010.00",
+        f"{1010 / busy[0]:.2f}",
+        f"{1010 * busy[1]:.2f}",
+        "1125.00",
+        "-10%",
+    ]
     # At 4 devices 3 hops of 5 ms, or 2 through a tree, and 6,000 bytes; and a doubling more.
     low, high = 1010 / below**2, 1015 * above**2
     assert [*rows_in(text, "efficiency, predicted")[("ddp", "4")].values()] == [
-        "1015.00", f"{low:.2f}-{high:.2f}", "62%", f"{625 / high:.0%}-{min(1, 625 / low):.0%}"]
+        "1015.00",
+        f"{low:.2f}-{high:.2f}",
+        "62%",
+        f"{625 / high:.0%}-{min(1, 625 / low):.0%}",
+    ]
     assert "by at most 12% (ddp on 1 x 2: too short)" in text
     assert [float(rows["ddp"][name]) for name in prediction.PREDICTED] == pytest.approx(
-        [0.88, 0.88 / below, 0.88 * above])
+        [0.88, 0.88 / below, 0.88 * above]
+    )
 
 
 def test_a_prediction_keeps_to_its_link_its_variant_and_its_padding(tmp_path):
@@ -390,9 +589,13 @@ def test_a_prediction_keeps_to_its_link_its_variant_and_its_padding(tmp_path):
     text = {"tokens": 4500, "padding_share": 0.1, "steps": 80}
     longer = text | {"padding_share": 0.181818, "steps": 40}
     rows, _ = report_of(
-        tmp_path, base=record("baseline"), one=record("ddp", 1, 100, **text),
-        near=record("ddp", 2, 80, **longer), far=record("ddp", 2, 90, nodes=2, **longer),
-        again=record("ddp", 2, 95, activation_checkpointing=True))
+        tmp_path,
+        base=record("baseline"),
+        one=record("ddp", 1, 100, **text),
+        near=record("ddp", 2, 80, **longer),
+        far=record("ddp", 2, 90, nodes=2, **longer),
+        again=record("ddp", 2, 95, activation_checkpointing=True),
+    )
     found = {run: row["predicted_step_seconds"] for run, row in rows.items()}
     alone = 0.625 * (4500 / (1 - 0.181818) / 40 / 2) / (4500 / 0.9 / 80)
     assert float(found["near"]) == pytest.approx(alone + 0.075 + 0.25)
@@ -411,17 +614,25 @@ def test_the_parts_of_a_step_add_up(tmp_path):
     # 1250 = 625 baseline + 125 bookkeeping + 255 communication + (80 - 72) / 80 waiting
     # + 50 loading + 250 start - 155
     assert parts[("ddp", "1 x 2")] == {
-        "step": "1250.00", "computing": "625.00", "bookkeeping": "125.00",
-        "predicted communication": "255.00", "waiting": "100.00", "loading": "50.00",
-        "start": "250.00", "unexplained": "-155.00"}
+        "step": "1250.00",
+        "computing": "625.00",
+        "bookkeeping": "125.00",
+        "predicted communication": "255.00",
+        "waiting": "100.00",
+        "loading": "50.00",
+        "start": "250.00",
+        "unexplained": "-155.00",
+    }
     assert [*parts[("baseline", "1 x 1")].values()] == ["625.00", "625.00", *[""] * 4, "0.00", ""]
     row = records.read_record(tmp_path / "ddp" / "run.json", tmp_path)
     assert row["loss_history"] == [[1, 2.3, 21], [2, 2.1, 22]]  # the start before the first step
     traces = tmp_path / "traced" / "traces"
     traces.mkdir(parents=True)
     for rank, communicated in ((0, 20), (1, 40)):
-        events = [event("ProfilerStep#1", "user_annotation", 0, 100),
-                  event("gloo:all_reduce", "cpu_op", 0, communicated)]
+        events = [
+            event("ProfilerStep#1", "user_annotation", 0, 100),
+            event("gloo:all_reduce", "cpu_op", 0, communicated),
+        ]
         (traces / f"profile_{rank}.json").write_text(json.dumps({"traceEvents": events}))
     (traces.parent / "run.json").write_text(json.dumps(record("ddp", 2, profiled=True)))
     parts = rows_in(report_of(tmp_path)[1], "unexplained")[("ddp", "1 x 2")]
@@ -431,29 +642,49 @@ def test_the_parts_of_a_step_add_up(tmp_path):
 
 LOADER = "enumerate(DataLoader)#_Single"
 CPU_TRACE = [  # of ten units: loading 1, compute 2 to 6, communication 4 to 9, two of it hidden
-    ("ProfilerStep#1", "user_annotation", 0, 10), (LOADER, "user_annotation", 0, 1),
-    ("aten::mm", "cpu_op", 2, 5), ("gloo:all_reduce", "user_annotation", 4, 8),
-    ("aten::add", "cpu_op", 4, 6), ("gloo:all_reduce", "user_annotation", 7, 9)]
+    ("ProfilerStep#1", "user_annotation", 0, 10),
+    (LOADER, "user_annotation", 0, 1),
+    ("aten::mm", "cpu_op", 2, 5),
+    ("gloo:all_reduce", "user_annotation", 4, 8),
+    ("aten::add", "cpu_op", 4, 6),
+    ("gloo:all_reduce", "user_annotation", 7, 9),
+]
 GPU_TRACE = [  # the CPU is through at 8, the GPU works from 2 to 12: loading 1, compute 3 to 7 and
     # 11 to 12, communication 5 to 10
-    ("ProfilerStep#1", "user_annotation", 0, 8), ("ProfilerStep#1", "gpu_user_annotation", 2, 12),
-    (LOADER, "user_annotation", 0, 2), (LOADER, "gpu_user_annotation", 2, 3),
-    ("aten::mm", "cpu_op", 2, 8), ("cudaLaunchKernel", "cuda_runtime", 2, 3),
-    ("gather", "kernel", 2, 3), ("Memcpy HtoD", "gpu_memcpy", 3, 4), ("gemm", "kernel", 4, 7),
-    ("nccl:all_reduce", "gpu_user_annotation", 5, 10), ("Memset", "gpu_memset", 11, 12),
-    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 5, 10)]
+    ("ProfilerStep#1", "user_annotation", 0, 8),
+    ("ProfilerStep#1", "gpu_user_annotation", 2, 12),
+    (LOADER, "user_annotation", 0, 2),
+    (LOADER, "gpu_user_annotation", 2, 3),
+    ("aten::mm", "cpu_op", 2, 8),
+    ("cudaLaunchKernel", "cuda_runtime", 2, 3),
+    ("gather", "kernel", 2, 3),
+    ("Memcpy HtoD", "gpu_memcpy", 3, 4),
+    ("gemm", "kernel", 4, 7),
+    ("nccl:all_reduce", "gpu_user_annotation", 5, 10),
+    ("Memset", "gpu_memset", 11, 12),
+    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 5, 10),
+]
 
 
-@pytest.mark.parametrize("trace, units", [
-    (CPU_TRACE, (2, 2, 3, 1, 2)), (GPU_TRACE, (3, 2, 3, 1, 1))])
+@pytest.mark.parametrize(
+    "trace, units", [(CPU_TRACE, (2, 2, 3, 1, 2)), (GPU_TRACE, (3, 2, 3, 1, 1))]
+)
 def test_time_shares_by_hand(trace, units):
     shares = splitting.shares_of([event(*words) for words in trace])
     assert list(shares.values()) == pytest.approx([unit / sum(units) for unit in units])
 
 
 def test_profiled_runs_show_where_time_goes(tmp_path):
-    traced = launch("ddp", "train_mnist_rnn.py", tmp_path / "ddp", "--dataset", "digits",
-                    "--profile", "--max_train_steps", 20)
+    traced = launch(
+        "ddp",
+        "train_mnist_rnn.py",
+        tmp_path / "ddp",
+        "--dataset",
+        "digits",
+        "--profile",
+        "--max_train_steps",
+        20,
+    )
     for rank in (0, 1):
         events = splitting.read_events(traced.folder / "traces" / f"profile_{rank}.json")
         assert len({event["name"] for event in events if "ProfilerStep" in event["name"]}) == 5
@@ -466,12 +697,24 @@ def test_profiled_runs_show_where_time_goes(tmp_path):
 
 def test_mfu_by_hand():
     """The peak of a GPU is never that of a longer or shorter name."""
-    row = {"precision": "bf16", "tokens_per_second": 1e5, "devices": 2,
-           "layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
+    row = {
+        "precision": "bf16",
+        "tokens_per_second": 1e5,
+        "devices": 2,
+        "layers": 10,
+        "hidden_size": 1000,
+        "intermediate_size": 3000,
+    }
     for name, changes, peak in (
-            ("NVIDIA A100-SXM4-80GB", {}, 312e12), ("NVIDIA H100 NVL", {}, 835e12),
-            ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12), ("NVIDIA H200", {}, 989e12),
-            ("NVIDIA L40", {}, None), ("NVIDIA GeForce RTX 4090 D", {}, None), ("CPU", {}, None),
-            ("NVIDIA H200", {"layers": None}, None), ("NVIDIA H200", {"precision": "fp8"}, None)):
+        ("NVIDIA A100-SXM4-80GB", {}, 312e12),
+        ("NVIDIA H100 NVL", {}, 835e12),
+        ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12),
+        ("NVIDIA H200", {}, 989e12),
+        ("NVIDIA L40", {}, None),
+        ("NVIDIA GeForce RTX 4090 D", {}, None),
+        ("CPU", {}, None),
+        ("NVIDIA H200", {"layers": None}, None),
+        ("NVIDIA H200", {"precision": "fp8"}, None),
+    ):
         expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
         assert comparing.flops_utilization(row | {"device_name": name} | changes) == expected

@@ -30,9 +30,13 @@ def outputs(tmp_path_factory, example_records):
         shutil.copytree(example_records / "bert" / name, folder / "runs/report/bert" / name)
     for commands, shown in blocks_of(TEXT):
         runs = re.sub(r"sbatch/sweep\.sh (?!--dry_run)", "sbatch/sweep.sh --dry_run ", commands)
-        done = subprocess.run(["bash", "-c", runs.replace("make sweep", "make --dry-run sweep")],
-                              cwd=folder, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            ["bash", "-c", runs.replace("make sweep", "make --dry-run sweep")],
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert (done.returncode != 0) == shown.startswith("error:"), done.stdout
         found[commands] = done.stdout
     return found, folder
@@ -67,12 +71,17 @@ def test_tables_are_those_of_the_reports(outputs):
 
 
 def test_the_template_names_what_exists(example_records):
-    files = {f"{kind}.json": json.loads((example_records / name / f"{kind}.json").read_text())
-             for kind, name in (("run", "bert/ddp-1x2-r1"), ("check", "bert/check-1x2-r1"))}
+    files = {
+        f"{kind}.json": json.loads((example_records / name / f"{kind}.json").read_text())
+        for kind, name in (("run", "bert/ddp-1x2-r1"), ("check", "bert/check-1x2-r1"))
+    }
     with open(MEASURED / "report.csv") as file:
         files["report.csv"] = next(csv.DictReader(file))
-    written = {re.sub(r"-\d\.png", ".png", path.name) for folder in (MEASURED, example_records)
-               for path in folder.rglob("*")}
+    written = {
+        re.sub(r"-\d\.png", ".png", path.name)
+        for folder in (MEASURED, example_records)
+        for path in folder.rglob("*")
+    }
     names = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEMPLATE, flags=re.S))
     for file, field in re.findall(r"`(\S+): (\S+)`", TEMPLATE):
         value = files[file]

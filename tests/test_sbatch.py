@@ -24,6 +24,7 @@ DIGITS = "train_mnist_rnn.py --dataset digits --per_device_train_batch_size 64 -
 @pytest.fixture
 def start(cluster, tmp_path):
     """A function that submits a job. It returns one that waits for its end, and returns its log."""
+
     def submit(*words, cwd=ROOT, env=None, state="COMPLETED"):
         def finish():
             ended, log = cluster.wait(finish.job, 300), (tmp_path / f"{finish.job}.log").read_text()
@@ -57,16 +58,35 @@ def one_machine(tmp_path_factory):
     return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
 
 
-@pytest.mark.parametrize("name", [
-    "ddp", "fsdp", "fsdp_keep", "fsdp_offload", "zero1", "zero2", "zero2_offload", "zero3",
-    "zero3_offload"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        "fsdp",
+        "fsdp_keep",
+        "fsdp_offload",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+    ],
+)
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
-        name, start, one_machine, tmp_path):
+    name, start, one_machine, tmp_path
+):
     """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML."""
     yaml = [f"accelerate_configs/{name}.yaml"] * (name != "ddp")
     spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    job = start("sbatch/2node.sh", *yaml, "tests/spy.py", *BERT, "--output_dir", tmp_path / "run",
-                env=spying)
+    job = start(
+        "sbatch/2node.sh",
+        *yaml,
+        "tests/spy.py",
+        *BERT,
+        "--output_dir",
+        tmp_path / "run",
+        env=spying,
+    )
     log, record = job(), read(tmp_path / "run" / "run.json")
     assert (record["status"], record["nodes"]) == ("completed", 2)
     assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job.job
@@ -84,10 +104,25 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
 def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
     """GPUs from Slurm, arguments as they were typed, ports that neighbours do not share."""
     odd = ["it's", 'a "b"  c', "$HOME", "*", "", "--output_dir", str(tmp_path / "gp us")]
-    gpus = start("--gres=gpu:a100:2", "sbatch/2node.sh", "accelerate_configs/fsdp.yaml",
-                 "--mixed_precision", "bf16", "probe.py", *odd, cwd=project)
-    cpus = start("--gres=none", "sbatch/2node.sh", "probe.py", "--output_dir", tmp_path / "cpus",
-                 cwd=project, env={"PROCESSES_PER_NODE": "2", "TORCH_FR_BUFFER_SIZE": "0"})
+    gpus = start(
+        "--gres=gpu:a100:2",
+        "sbatch/2node.sh",
+        "accelerate_configs/fsdp.yaml",
+        "--mixed_precision",
+        "bf16",
+        "probe.py",
+        *odd,
+        cwd=project,
+    )
+    cpus = start(
+        "--gres=none",
+        "sbatch/2node.sh",
+        "probe.py",
+        "--output_dir",
+        tmp_path / "cpus",
+        cwd=project,
+        env={"PROCESSES_PER_NODE": "2", "TORCH_FR_BUFFER_SIZE": "0"},
+    )
     array = start("--array=0-1", "sbatch/1node.sh", "probe.py", cwd=project).job
     tasks = [project / f"runs/probe-ddp-{array}_{task}" for task in (0, 1)]
     gpus(), cpus()
@@ -97,11 +132,21 @@ def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
     assert [rank["host"] for rank in seen] == ["n1", "n1", "n2", "n2"]
     for rank in seen:
         assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 2
-        assert rank.items() >= {
-            "argv": ["--resume", *odd], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "n1", "OMP_NUM_THREADS": "2", "FROM_THE_SITE_FILE": "read it",
-            "ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONFAULTHANDLER": "1",
-            "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items()
+        assert (
+            rank.items()
+            >= {
+                "argv": ["--resume", *odd],
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "n1",
+                "OMP_NUM_THREADS": "2",
+                "FROM_THE_SITE_FILE": "read it",
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+                "PYTHONFAULTHANDLER": "1",
+                "TORCH_FR_BUFFER_SIZE": "2000",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            }.items()
+        )
     last = read(tmp_path / "cpus" / "rank_3.json")
     assert (last["host"], last["WORLD_SIZE"], last["TORCH_FR_BUFFER_SIZE"]) == ("n2", "4", "0")
     others = [read(task / "rank_0.json") for task in tasks]
@@ -124,10 +169,13 @@ REFUSED = {  # what sbatch gets, and what the job says
 
 def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
     env, bare = {"PROCESSES_PER_NODE": "two"}, {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
-    jobs = {start(*words.split(), cwd=project, env=env, state="FAILED"): line
-            for words, line in REFUSED.items()}
+    jobs = {
+        start(*words.split(), cwd=project, env=env, state="FAILED"): line
+        for words, line in REFUSED.items()
+    }
     jobs[start("sbatch/1node.sh", "probe.py", cwd=project, env=bare, state="FAILED")] = (
-        "no accelerate on the PATH")
+        "no accelerate on the PATH"
+    )
     jobs[start(ROOT / "sbatch/2node.sh", cwd=tmp_path, state="FAILED")] = "no sbatch/launch.sh in "
     for job, line in jobs.items():
         log = job()
@@ -140,12 +188,21 @@ def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
 def test_a_run_that_diverges_or_cannot_begin_is_not_queued_again(start, tmp_path):
     """A rank of the second node meets a NaN in the second epoch, after a checkpoint."""
     env, run = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_NAN": "loss 1 15"}, tmp_path / "run"
-    diverges = start("sbatch/2node.sh", "tests/spy.py", *DIGITS[1:], 3, "--output_dir", run,
-                     env=env, state="FAILED")
+    diverges = start(
+        "sbatch/2node.sh",
+        "tests/spy.py",
+        *DIGITS[1:],
+        3,
+        "--output_dir",
+        run,
+        env=env,
+        state="FAILED",
+    )
     wrong = start("sbatch/2node.sh", *DIGITS, -1, "--output_dir", tmp_path / "x", state="FAILED")
     for job, line, reason in [
-            (diverges, "error: the training loss of step 16 is nan", "the run broke down"),
-            (wrong, "error: --num_epochs must be greater than 0, got -1", "a new checkpoint")]:
+        (diverges, "error: the training loss of step 16 is nan", "the run broke down"),
+        (wrong, "error: --num_epochs must be greater than 0, got -1", "a new checkpoint"),
+    ]:
         log = job()
         assert line in log and f"{reason}, so not queued again" in log
         assert len(re.findall("^job ", log, re.M)) == 1, "started again"
@@ -195,9 +252,25 @@ def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path)
 def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
     """Slurm refuses 1x9, and a file lies where 2x2 would put its results: the rest is measured."""
     (tmp_path / "ddp-2x2-r1").touch()
-    words = ["--strategies", "baseline dp ddp", "--shapes", "2x1 1x9 2x2", "--repeats", 1,
-             "--minutes", 5, "--global_batch_size", 36, "--output_dir", tmp_path,
-             "train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", 2]
+    words = [
+        "--strategies",
+        "baseline dp ddp",
+        "--shapes",
+        "2x1 1x9 2x2",
+        "--repeats",
+        1,
+        "--minutes",
+        5,
+        "--global_batch_size",
+        36,
+        "--output_dir",
+        tmp_path,
+        "train_mnist_rnn.py",
+        "--dataset",
+        "digits",
+        "--num_epochs",
+        2,
+    ]
     out = cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, check=False, timeout=200)
     assert "3 jobs, then the report" in out, out
     with open(tmp_path / "sweep.csv") as file:
@@ -215,8 +288,14 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
 
 
 def sweep(*words, env=None, stdin=subprocess.DEVNULL):
-    return subprocess.run(["sbatch/sweep.sh", *map(str, words)], cwd=ROOT, stdin=stdin, text=True,
-                          env=os.environ | (env or {}), capture_output=True)
+    return subprocess.run(
+        ["sbatch/sweep.sh", *map(str, words)],
+        cwd=ROOT,
+        stdin=stdin,
+        text=True,
+        env=os.environ | (env or {}),
+        capture_output=True,
+    )
 
 
 def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
@@ -232,8 +311,10 @@ def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     assert f"error: {much}: add --yes, or lower --repeats" in sweep(env=env).stderr
     os.write(keys, b"n\ny\n")
     assert sweep(env=env, stdin=terminal).stderr.endswith("error: nothing was submitted\n")
-    for done in (sweep("--output_dir", tmp_path / "asked", env=env, stdin=terminal),
-                 sweep("--output_dir", tmp_path / "yes", "--yes", env=env)):
+    for done in (
+        sweep("--output_dir", tmp_path / "asked", env=env, stdin=terminal),
+        sweep("--output_dir", tmp_path / "yes", "--yes", env=env),
+    ):
         assert much in done.stdout and "42 jobs, then the report" in done.stdout, done.stderr
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
     assert "40 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
@@ -242,11 +323,15 @@ def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
 
 def test_sweep_refuses_with_one_line():
     for words, line in {
-            "train.py": "no script or option train.py", "--minutes": "--minutes needs a value",
-            "--strategies fspd": "no strategy fspd", "--shapes 2": "a shape is NODESxGPUS",
-            "--strategies dp --shapes 2x1": "none of the strategies 'dp' runs on the shapes '2x1'",
-            "--repeats 0": "--repeats must be a number", "--local --shapes 2x1": "--local is one",
-            "--global_batch_size 9 --shapes 1x2": "--global_batch_size 9 does not divide"}.items():
+        "train.py": "no script or option train.py",
+        "--minutes": "--minutes needs a value",
+        "--strategies fspd": "no strategy fspd",
+        "--shapes 2": "a shape is NODESxGPUS",
+        "--strategies dp --shapes 2x1": "none of the strategies 'dp' runs on the shapes '2x1'",
+        "--repeats 0": "--repeats must be a number",
+        "--local --shapes 2x1": "--local is one",
+        "--global_batch_size 9 --shapes 1x2": "--global_batch_size 9 does not divide",
+    }.items():
         done = sweep("--dry_run", *words.split())
         assert done.returncode == 1 and re.fullmatch(f"error: {line}.*\n", done.stderr), done.stderr
 
@@ -258,6 +343,16 @@ def test_a_local_sweep_gives_dp_the_gpus_of_its_shape(tmp_path):
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONDA_PREFIX": "so that site.sh takes no .venv"}
     for seen in ("", "3,5,6"):
-        sweep("--local", "--repeats", 1, "--strategies", "dp ddp", "--shapes", "1x2",
-              "--output_dir", tmp_path / f"of {seen}", env=env | {"CUDA_VISIBLE_DEVICES": seen})
+        sweep(
+            "--local",
+            "--repeats",
+            1,
+            "--strategies",
+            "dp ddp",
+            "--shapes",
+            "1x2",
+            "--output_dir",
+            tmp_path / f"of {seen}",
+            env=env | {"CUDA_VISIBLE_DEVICES": seen},
+        )
     assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n"

@@ -27,24 +27,32 @@ SHOWN = {  # what an entry says of its program
     name: Shown(yaml, *(re.findall("`([^`]+)`", texts) for texts in printed))
     for name, yaml, *printed in re.findall(
         r"\[`(\w+\.\w+)`\]\(troubleshooting/\1\), `?(\w+|one process)(?:\.yaml`)?: "
-        rf"{TEXTS}; with `--fix`: {TEXTS}(?:\. Both: {TEXTS})?", " ".join(PAGE.split()))}
+        rf"{TEXTS}; with `--fix`: {TEXTS}(?:\. Both: {TEXTS})?",
+        " ".join(PAGE.split()),
+    )
+}
 PROGRAMS = [name for name in SHOWN if name.endswith(".py")]
 FILES = {"one process": "accelerate_configs/baseline.yaml", "zero3": f"{FOLDER}/zero3.yaml"}
 BESIDES = [  # what the page says besides: YAML, command, a text that it prints
     ("ddp", f"{FOLDER}/lr_times_n.py --unprepared", "[1.0, 0.75, 0.5, 0.25]"),
     ("zero3", f"ACCELERATE_GRADIENT_CLIPPING=0.0 {FOLDER}/zero_clips.py", "weights by 1.0"),
-    ("zero3", f"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=false {FOLDER}/zero3_save.py --fix",
-     "ValueError: Cannot get 16bit model weights"),
+    (
+        "zero3",
+        f"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=false {FOLDER}/zero3_save.py --fix",
+        "ValueError: Cannot get 16bit model weights",
+    ),
     ("zero3 with JSON", f"{FOLDER}/zero_clips.py", "weights by 10.0"),
-    ("zero3 with JSON", f"{FOLDER}/zero3_save.py --fix", "weight: [100, 400]")]
+    ("zero3 with JSON", f"{FOLDER}/zero3_save.py --fix", "weight: [100, 400]"),
+]
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """(YAML, command) -> what all ranks print, with the error that ends it. See together.py."""
     groups, texts = {}, {}
-    for yaml, command in [(SHOWN[name].yaml, f"{FOLDER}/{name}{flag}") for name in PROGRAMS
-                          for flag in ("", " --fix")] + [case[:2] for case in BESIDES]:
+    for yaml, command in [
+        (SHOWN[name].yaml, f"{FOLDER}/{name}{flag}") for name in PROGRAMS for flag in ("", " --fix")
+    ] + [case[:2] for case in BESIDES]:
         # A hang has its own timeout, and may leave ranks at odds; so may DDP's error.
         alone = command if re.search("hang|unused", command) else ""
         groups.setdefault((yaml, alone), []).append(command)
@@ -116,11 +124,21 @@ def test_the_epoch_of_a_sampler_of_ones_own(prepared, seen):
 
 def test_every_node_thinks_it_is_rank_0(cluster, tmp_path):
     """And the entry on interfaces: with its own loopback for all, a node reaches nobody."""
-    runs = {"before": ([], {}), "after": (["--fix"], {}),
-            "loopback": (["--fix"], {"GLOO_SOCKET_IFNAME": "lo"})}
-    jobs = {name: cluster.submit(f"--output={tmp_path}/{name}", f"{FOLDER}/every_node_rank_0.sh",
-                                 *flags, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **env})
-            for name, (flags, env) in runs.items()}
+    runs = {
+        "before": ([], {}),
+        "after": (["--fix"], {}),
+        "loopback": (["--fix"], {"GLOO_SOCKET_IFNAME": "lo"}),
+    }
+    jobs = {
+        name: cluster.submit(
+            f"--output={tmp_path}/{name}",
+            f"{FOLDER}/every_node_rank_0.sh",
+            *flags,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **env},
+        )
+        for name, (flags, env) in runs.items()
+    }
     states = {name: cluster.wait(job) for name, job in jobs.items()}
     logs = {name: (tmp_path / name).read_text() for name in jobs}
     assert states == {"before": "FAILED", "after": "COMPLETED", "loopback": "FAILED"}, logs
@@ -141,11 +159,16 @@ def test_a_port_in_use():
         port = str(other.getsockname()[1])
         ddp = [*ACCELERATE, "--config_file", DDP, "--main_process_port", port]
         nodes = [*ddp, *"--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1".split()]
-        torchrun = [sys.executable, *"-m torch.distributed.run --nproc_per_node 2".split(),
-                    "--master_port", port]
+        torchrun = [
+            sys.executable,
+            *"-m torch.distributed.run --nproc_per_node 2".split(),
+            "--master_port",
+            port,
+        ]
         with ThreadPoolExecutor(2) as pool:
             one, several, bare = pool.map(
-                lambda words: run([*words, f"{FOLDER}/alone.py", "--fix"]), (ddp, nodes, torchrun))
+                lambda words: run([*words, f"{FOLDER}/alone.py", "--fix"]), (ddp, nodes, torchrun)
+            )
     assert one.code == 0 and "process 1 of 2" in one.out
     assert f"Port `{port}` is already in use" in one.err
     assert f"on port `{port}`, but another process is utilizing it" in several.err and several.code
@@ -163,8 +186,10 @@ def test_settings_that_do_something_else(tmp_path, monkeypatch):
     result = run([*ACCELERATE, *words])
     assert re.search(r"can't open file '/\S*/false': \[Errno 2\]", result.err) and result.code
     config = tmp_path / "config.yaml"
-    config.write_text((ROOT / DDP).read_text() + "rdzv_backend: c10d\nsame_network: true\n"
-                      "machine_rank: 0\nnum_machines: 2\n")
+    config.write_text(
+        (ROOT / DDP).read_text() + "rdzv_backend: c10d\nsame_network: true\n"
+        "machine_rank: 0\nnum_machines: 2\n"
+    )
     args = parsed("--config_file", config)
     assert (args.rdzv_backend, args.same_network) == ("static", False)
     assert parsed("--config_file", config, "--rdzv_backend", "c10d").rdzv_backend == "c10d"
@@ -178,8 +203,16 @@ def test_zero_on_several_nodes_without_the_standard_launcher(tmp_path):
     """This node is the only one that is there, and does not miss the other."""
     own, config = ROOT / FOLDER / "zero3.yaml", tmp_path / "zero3.yaml"
     config.write_text(re.sub(".*multinode.*\n", "", own.read_text()))
-    nodes = ["--num_machines", 2, "--machine_rank", 0, "--main_process_ip", "127.0.0.1",
-             "--main_process_port", 0]
+    nodes = [
+        "--num_machines",
+        2,
+        "--machine_rank",
+        0,
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        0,
+    ]
     words = ["--config_file", config, *nodes, ROOT / "tests/probe.py", "--output_dir", tmp_path]
     result = run(["env", "-C", *map(str, [tmp_path, *ACCELERATE, *words])])
     assert result.code == 0, result.err

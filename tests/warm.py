@@ -87,12 +87,16 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
     if number:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     context, deadline = start_server(), time.monotonic() + timeout
-    ranks = [context.Process(target=become, args=(environment | own, folder, argv, out, err))
-             for own in worlds]  # fmt: skip
+    ranks = [
+        context.Process(target=become, args=(environment | own, folder, argv, out, err))
+        for own in worlds
+    ]
     try:
         for rank in ranks:
             rank.start()

@@ -28,26 +28,38 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for reporting/, which only the pictures that need it import
 # The colours of Okabe and Ito
 BLUE, ORANGE, GREEN, SKY, YELLOW, PINK = (
-    "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#F0E442", "#CC79A7")
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#56B4E9",
+    "#F0E442",
+    "#CC79A7",
+)
 WIDTH, LEFT, RIGHT = 800, 112, 790  # of a picture, and where its lanes begin and end
 SCALE = 19.5  # pixels per unit of time
 LAYERS, GPUS, FORWARD, OPTIMIZER, LINK = 3, 4, 2, 2, 2
 
 RING, BATCH = LINK * (GPUS - 1) / GPUS, LINK * (GPUS - 1) / 8
 # Kinds of boxes: units of time, colour, legend, and what the box says where that is not its label.
-KINDS = {"F": (FORWARD, SKY, "F1: forward of layer 1"),
-         "B": (2 * FORWARD, ORANGE, "B1: backward of layer 1"),
-         "O": (OPTIMIZER, GREEN, "O: optimizer"),
-         "Os": (OPTIMIZER / GPUS, GREEN, "O: optimizer", "O"),
-         "AG": (RING, YELLOW, "AG1: all-gather of layer 1's P"),
-         "AGs": (LAYERS * RING, YELLOW, "AG: all-gather of P", "AG, all layers"),
-         "RS": (RING, PINK, "RS1: reduce-scatter of layer 1's G"),
-         "AR": (2 * RING, PINK, "AR1: all-reduce of layer 1's G"),
-         "P": (LAYERS * LINK + BATCH, YELLOW, "", "parameters, inputs"),
-         "Y": (BATCH, PINK, "Y: outputs"), "dY": (BATCH, YELLOW, "dY: gradients of Y"),
-         "G": (LAYERS * LINK, PINK, "", "gradients")}
+KINDS = {
+    "F": (FORWARD, SKY, "F1: forward of layer 1"),
+    "B": (2 * FORWARD, ORANGE, "B1: backward of layer 1"),
+    "O": (OPTIMIZER, GREEN, "O: optimizer"),
+    "Os": (OPTIMIZER / GPUS, GREEN, "O: optimizer", "O"),
+    "AG": (RING, YELLOW, "AG1: all-gather of layer 1's P"),
+    "AGs": (LAYERS * RING, YELLOW, "AG: all-gather of P", "AG, all layers"),
+    "RS": (RING, PINK, "RS1: reduce-scatter of layer 1's G"),
+    "AR": (2 * RING, PINK, "AR1: all-reduce of layer 1's G"),
+    "P": (LAYERS * LINK + BATCH, YELLOW, "", "parameters, inputs"),
+    "Y": (BATCH, PINK, "Y: outputs"),
+    "dY": (BATCH, YELLOW, "dY: gradients of Y"),
+    "G": (LAYERS * LINK, PINK, "", "gradients"),
+}
 PARAMETERS, GRADIENTS, STATES = (
-    ("parameters P", BLUE), ("gradients G", ORANGE), ("optimizer O", GREEN))
+    ("parameters P", BLUE),
+    ("gradients G", ORANGE),
+    ("optimizer O", GREEN),
+)
 PASSES = "0 F1, 0 F2, 0 F3, 0 B3, 0 B2, 0 B1"
 COMPUTES = ["computes", "communicates"]
 ALL = "0123"
@@ -55,33 +67,64 @@ ALL = "0123"
 # "shard", "" or words); what they exchange, above these rows and below (words, who sends, who
 # receives); the lanes; the events of a step (LANE LABEL < what has to be over); and a note.
 STRATEGIES = {
-    "baseline": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")], None, None,
-                 COMPUTES[:1], f"{PASSES}, 0 O", ""),
-    "dp": ([(*PARAMETERS, "whole", "copy, for this step"),
-            (*GRADIENTS, "whole", "of its part, for this step"), (*STATES, "whole", "")],
-           ("GPU 0 sends all parameters and a part of the batch; later dY", "0", "123"),
-           ("GPU 0 gets the outputs Y, and later the sum of all gradients", "123", "0"),
-           ["GPU 0 computes", "1-3 compute", "the links"],
-           "2 P, 1 F1 < P, 1 F2, 1 F3, 0 F1' < P, 0 F2', 0 F3', 2 Y < F3, 2 dY, 1 B3 < dY, 1 B2, "
-           "1 B1, 0 B3' < dY, 0 B2', 0 B1', 2 G < B1, 0 O < G", ""),
-    "ddp": ([(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")], None,
-            ("all-reduce of G, bucket by bucket: every device gets the mean", ALL, ALL), COMPUTES,
-            f"{PASSES}, 1 AR3 < B3, 1 AR2 < B2, 1 AR1 < B1, 0 O < AR1", ""),
-    "zero2": ([(*PARAMETERS, "whole"), (*GRADIENTS, "shard"), (*STATES, "shard")],
-              ("all-gather of P: each device sends the shard that it has updated", ALL, ALL),
-              ("reduce-scatter of G: each device gets the mean of its own shard", ALL, ALL),
-              COMPUTES,
-              f"{PASSES}, 1 RS3 < B3, 1 RS2 < B2, 1 RS1 < B1, 0 Os < RS1, 1 AGs < Os", ""),
-    "fsdp": ([(*PARAMETERS, "shard"), ("gathered P", BLUE, "one or two layers, whole"),
-              (*GRADIENTS, "shard"), (*STATES, "shard")],
-             ("all-gather of a layer's P, before its forward and again before its backward pass",
-              ALL, ALL),
-             ("reduce-scatter of a layer's G, after its backward pass", ALL, ALL), COMPUTES,
-             "1 AG1, 0 F1 < AG1, 1 AG2, 0 F2 < AG2, 1 AG3 < F1, 0 F3 < AG3, 1 AG3' < F3, "
-             "0 B3 < AG3', 1 AG2', 0 B2 < AG2', 1 RS3 < B3, 1 AG1', 0 B1 < AG1', 1 RS2 < B2, "
-             "1 RS1 < B1, 0 Os < RS1",
-             "A layer is freed after its forward pass, so its backward pass gathers it again: "
-             "AG3 comes twice, too.")}
+    "baseline": (
+        [(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")],
+        None,
+        None,
+        COMPUTES[:1],
+        f"{PASSES}, 0 O",
+        "",
+    ),
+    "dp": (
+        [
+            (*PARAMETERS, "whole", "copy, for this step"),
+            (*GRADIENTS, "whole", "of its part, for this step"),
+            (*STATES, "whole", ""),
+        ],
+        ("GPU 0 sends all parameters and a part of the batch; later dY", "0", "123"),
+        ("GPU 0 gets the outputs Y, and later the sum of all gradients", "123", "0"),
+        ["GPU 0 computes", "1-3 compute", "the links"],
+        "2 P, 1 F1 < P, 1 F2, 1 F3, 0 F1' < P, 0 F2', 0 F3', 2 Y < F3, 2 dY, 1 B3 < dY, 1 B2, "
+        "1 B1, 0 B3' < dY, 0 B2', 0 B1', 2 G < B1, 0 O < G",
+        "",
+    ),
+    "ddp": (
+        [(*PARAMETERS, "whole"), (*GRADIENTS, "whole"), (*STATES, "whole")],
+        None,
+        ("all-reduce of G, bucket by bucket: every device gets the mean", ALL, ALL),
+        COMPUTES,
+        f"{PASSES}, 1 AR3 < B3, 1 AR2 < B2, 1 AR1 < B1, 0 O < AR1",
+        "",
+    ),
+    "zero2": (
+        [(*PARAMETERS, "whole"), (*GRADIENTS, "shard"), (*STATES, "shard")],
+        ("all-gather of P: each device sends the shard that it has updated", ALL, ALL),
+        ("reduce-scatter of G: each device gets the mean of its own shard", ALL, ALL),
+        COMPUTES,
+        f"{PASSES}, 1 RS3 < B3, 1 RS2 < B2, 1 RS1 < B1, 0 Os < RS1, 1 AGs < Os",
+        "",
+    ),
+    "fsdp": (
+        [
+            (*PARAMETERS, "shard"),
+            ("gathered P", BLUE, "one or two layers, whole"),
+            (*GRADIENTS, "shard"),
+            (*STATES, "shard"),
+        ],
+        (
+            "all-gather of a layer's P, before its forward and again before its backward pass",
+            ALL,
+            ALL,
+        ),
+        ("reduce-scatter of a layer's G, after its backward pass", ALL, ALL),
+        COMPUTES,
+        "1 AG1, 0 F1 < AG1, 1 AG2, 0 F2 < AG2, 1 AG3 < F1, 0 F3 < AG3, 1 AG3' < F3, "
+        "0 B3 < AG3', 1 AG2', 0 B2 < AG2', 1 RS3 < B3, 1 AG1', 0 B1 < AG1', 1 RS2 < B2, "
+        "1 RS1 < B1, 0 Os < RS1",
+        "A layer is freed after its forward pass, so its backward pass gathers it again: "
+        "AG3 comes twice, too.",
+    ),
+}
 
 
 def kind(label):
@@ -106,13 +149,26 @@ class Picture:
     def text(self, x, y, text, anchor="start", size=12, colour="black", weight="normal"):
         self.lines.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
-            f'fill="{colour}" font-weight="{weight}">{text}</text>')
+            f'fill="{colour}" font-weight="{weight}">{text}</text>'
+        )
 
-    def box(self, x, y, width, height, fill="white", text="", edge="black", colour="black",
-            dash="none", opacity=1):
+    def box(
+        self,
+        x,
+        y,
+        width,
+        height,
+        fill="white",
+        text="",
+        edge="black",
+        colour="black",
+        dash="none",
+        opacity=1,
+    ):
         self.lines.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'fill="{fill}" fill-opacity="{opacity}" stroke="{edge}" stroke-dasharray="{dash}"/>')
+            f'fill="{fill}" fill-opacity="{opacity}" stroke="{edge}" stroke-dasharray="{dash}"/>'
+        )
         if text:
             self.text(x + width / 2, y + height / 2 + 4, text, "middle", 11, colour)
 
@@ -126,8 +182,10 @@ class Picture:
         (x0, y0), (x, y) = points[-2:]
         across, down = (x > x0) - (x < x0), (y > y0) - (y < y0)
         self.line(*points)
-        self.lines.append(f'<path d="M{x:.1f},{y:.1f} l{-7 * across - 4 * down},'
-                          f'{-7 * down - 4 * across} l{8 * down},{8 * across} z"/>')
+        self.lines.append(
+            f'<path d="M{x:.1f},{y:.1f} l{-7 * across - 4 * down},'
+            f'{-7 * down - 4 * across} l{8 * down},{8 * across} z"/>'
+        )
 
     def legend(self, y, entries):
         """Coloured boxes and what they mean, in lines. Returns where this ends."""
@@ -142,13 +200,21 @@ class Picture:
         return y + 24
 
     def save(self, path, height):
-        path.write_text("\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif">',
-            '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
-            '<path d="M0,6 L6,0" stroke="#555"/></pattern>',
-            f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *self.lines, "</svg>\n"]),
-            encoding="utf-8")
+        path.write_text(
+            "\n".join(
+                [
+                    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                    f'width="{WIDTH}" height="{height}" '
+                    'font-family="Helvetica, Arial, sans-serif">',
+                    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+                    '<path d="M0,6 L6,0" stroke="#555"/></pattern>',
+                    f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+                    *self.lines,
+                    "</svg>\n",
+                ]
+            ),
+            encoding="utf-8",
+        )
 
 
 # -------------------------------------------------------- a strategy: what it holds, and its step
@@ -234,12 +300,18 @@ def strategy(picture, name):
 def steps(picture):
     """A step of each strategy. Returns where this ends."""
     y, legend = 4, []
-    for name, title in {"baseline": "Baseline, a quarter of the samples", "dp": "DP", "ddp": "DDP",
-                        "zero2": "ZeRO-2", "fsdp": "FSDP; ZeRO-3 is similar"}.items():
+    for name, title in {
+        "baseline": "Baseline, a quarter of the samples",
+        "dp": "DP",
+        "ddp": "DDP",
+        "zero2": "ZeRO-2",
+        "fsdp": "FSDP; ZeRO-3 is similar",
+    }.items():
         y, more = timeline(picture, y, title, *STRATEGIES[name][3:5])
         legend, y = list(dict.fromkeys(legend + more)), y + 4
-    return explain(picture, y, [text for text in legend if text != "hatched: waits"]
-                   + ["hatched: waits"])
+    return explain(
+        picture, y, [text for text in legend if text != "hatched: waits"] + ["hatched: waits"]
+    )
 
 
 # --------------------------------------------------------------------- measured, and by formula
@@ -256,8 +328,10 @@ def measured_steps():
     found = {}
     with tarfile.open(MEASURED) as records:
         for link, name in itertools.product(SPEEDS, NAMES):
-            runs = [json.load(records.extractfile(f"{link}/bert/{name}-{nodes}x1-r1/run.json"))
-                    for nodes in (1, 2)]
+            runs = [
+                json.load(records.extractfile(f"{link}/bert/{name}-{nodes}x1-r1/run.json"))
+                for nodes in (1, 2)
+            ]
             took = [1000 * run["global_batch_size"] / run["samples_per_second"] for run in runs]
             sent = bytes_sent(name, runs[1]["parameters"], 2, gloo=True) / 1e6
             found[link, name] = (*took, sent)
@@ -274,16 +348,34 @@ def slow(picture):
             alone, two, sent = found[link, name]
             picture.text(LEFT - 8, y + 16, title, "end")
             picture.box(LEFT, y, alone * scale, 22, SKY, f"{alone:.0f}")
-            picture.box(LEFT + alone * scale, y, (two - alone) * scale, 22, PINK,
-                        f"+{round(two) - round(alone)}" if (two - alone) * scale > 24 else "")
-            picture.text(LEFT + two * scale + 6, y + 16,
-                         f"{two:.0f} ms; a rank sends {sent:.1f} MB", size=11)
+            picture.box(
+                LEFT + alone * scale,
+                y,
+                (two - alone) * scale,
+                22,
+                PINK,
+                f"+{round(two) - round(alone)}" if (two - alone) * scale > 24 else "",
+            )
+            picture.text(
+                LEFT + two * scale + 6, y + 16, f"{two:.0f} ms; a rank sends {sent:.1f} MB", size=11
+            )
             y += 26
         y += 8
-    y = picture.legend(y, [("the same step on one process alone, in ms", SKY),
-                           ("longer on two nodes: sending and waiting", PINK)])
-    return explain(picture, y - 4, ["A BERT with 0.4 million parameters, one CPU process on each "
-                                    "node, gloo", "MB: by formula"])
+    y = picture.legend(
+        y,
+        [
+            ("the same step on one process alone, in ms", SKY),
+            ("longer on two nodes: sending and waiting", PINK),
+        ],
+    )
+    return explain(
+        picture,
+        y - 4,
+        [
+            "A BERT with 0.4 million parameters, one CPU process on each node, gloo",
+            "MB: by formula",
+        ],
+    )
 
 
 def moments(name, model, tokens, n):
@@ -303,10 +395,19 @@ def moments(name, model, tokens, n):
     held = []
 
     def note(units, label, gradients, gathered, activations):
-        held.append((units, label, {
-            "parameters": parts["parameters"] / 1e6, "optimizer states": parts["states"] / 1e6,
-            "gradients": (whole if early else gradients) / 1e6, "gathered": gathered / 1e6,
-            "activations": activations / 1e6}))
+        held.append(
+            (
+                units,
+                label,
+                {
+                    "parameters": parts["parameters"] / 1e6,
+                    "optimizer states": parts["states"] / 1e6,
+                    "gradients": (whole if early else gradients) / 1e6,
+                    "gathered": gathered / 1e6,
+                    "activations": activations / 1e6,
+                },
+            )
+        )
 
     for done in range(1, layers + 1):
         note(1, "forward", 0, buffers, outside + done * layer)
@@ -322,8 +423,13 @@ def hold(picture):
     """What a rank holds during a step of BERT-base. Returns where this ends."""
     from fit import MODELS
 
-    colours = {"parameters": BLUE, "optimizer states": GREEN, "gradients": ORANGE,
-               "gathered": YELLOW, "activations": SKY}
+    colours = {
+        "parameters": BLUE,
+        "optimizer states": GREEN,
+        "gradients": ORANGE,
+        "gathered": YELLOW,
+        "activations": SKY,
+    }
     high, bottom, wide = 0.075, 254, 322
     for gb in range(4):
         y = bottom - 1000 * gb * high
@@ -332,8 +438,12 @@ def hold(picture):
     for name, x in (("ddp", 60), ("fsdp", 450)):
         held = moments(name, MODELS["bert-base"], 4 * 384, GPUS)
         scale = wide / sum(units for units, *_ in held)
-        picture.text(x, 16, f"{NAMES[name]}: at most "
-                     f"{max(sum(parts.values()) for *_, parts in held):,.0f} MB", weight="bold")
+        picture.text(
+            x,
+            16,
+            f"{NAMES[name]}: at most {max(sum(parts.values()) for *_, parts in held):,.0f} MB",
+            weight="bold",
+        )
         base = [0.0] * len(held)
         for what, colour in colours.items():
             top = [low + parts[what] for low, (*_, parts) in zip(base, held, strict=True)]
@@ -351,11 +461,19 @@ def hold(picture):
             picture.line((at, bottom), (at, bottom + 8))
             picture.text(at + units / 2, bottom + 18, phase, "middle", 11)
             at += units
-    entries = [("gathered layers, and buffers" if name == "gathered" else name, colour)
-               for name, colour in colours.items()]
+    entries = [
+        ("gathered layers, and buffers" if name == "gathered" else name, colour)
+        for name, colour in colours.items()
+    ]
     y = picture.legend(bottom + 30, entries)
-    return explain(picture, y - 4, ["BERT-base in fp32, 4 windows of 384 tokens on each of 4 "
-                                    "devices", "by the formulas of fit.py"])
+    return explain(
+        picture,
+        y - 4,
+        [
+            "BERT-base in fp32, 4 windows of 384 tokens on each of 4 devices",
+            "by the formulas of fit.py",
+        ],
+    )
 
 
 # ------------------------------------------------------------- who starts the ranks of two nodes
@@ -367,8 +485,9 @@ def launchers(picture):
     """
     y = 0
     for title, command, tasks in (
-            ("One task per GPU", "srun --ntasks-per-node=4 python train.py", 4),
-            ("One launcher per node", "srun --ntasks-per-node=1 accelerate launch ...", 1)):
+        ("One task per GPU", "srun --ntasks-per-node=4 python train.py", 4),
+        ("One launcher per node", "srun --ntasks-per-node=1 accelerate launch ...", 1),
+    ):
         picture.text(10, y + 19, title, weight="bold")
         picture.box(190, y + 4, 420, 22, "#EEEEEE", command)
         for node, left in enumerate((10, 405)):

@@ -116,12 +116,23 @@ def draw_ring(picture):
             for part, (number, ranks) in enumerate(cells):
                 fill = YELLOW if part == received[rank] else SUM if ranks == 4 else "white"
                 picture.box(x + part * cell, top, cell, 22, fill, number)
-    for line, text in enumerate(["First row, a reduce-scatter:", "each rank adds what it gets.",
-                                 "Second row, an all-gather:", "each rank passes on the sums.",
-                                 "6 sends of B/4: 2 (4−1)/4 × B"]):
+    for line, text in enumerate(
+        [
+            "First row, a reduce-scatter:",
+            "each rank adds what it gets.",
+            "Second row, an all-gather:",
+            "each rank passes on the sums.",
+            "6 sends of B/4: 2 (4−1)/4 × B",
+        ]
+    ):
         picture.text(8, 192 + 20 * line, text, size=11)
-    picture.legend(298, [("just received from the rank above (rank 0: from rank 3)", YELLOW),
-                         ("a sum of all ranks", SUM)])
+    picture.legend(
+        298,
+        [
+            ("just received from the rank above (rank 0: from rank 3)", YELLOW),
+            ("a sum of all ranks", SUM),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,12 @@ WIDE, HIGH, GAP_Y = 190, 52, 32
 BOXES = {
     "fits": (0, 0, QUESTION, ["Does a micro-batch fit", "on one device?"]),
     "fast": (1, 0, QUESTION, ["Is one device", "fast enough?"]),
-    "ladder": (0, 1, DO, ["a smaller micro-batch that", "accumulates, then activation",
-                          "checkpointing"]),
+    "ladder": (
+        0,
+        1,
+        DO,
+        ["a smaller micro-batch that", "accumulates, then activation", "checkpointing"],
+    ),
     "busy": (1, 1, QUESTION, ["Is the device busy?"]),
     "feed": (2, 1, DO, ["a faster loader,", "a larger batch:", "steps 2 and 3"]),
     "now": (0, 2, QUESTION, ["Does it fit now?"]),
@@ -26,18 +30,36 @@ BOXES = {
     "several": (0, 5, QUESTION, ["Have you several", "devices?"]),
     "sharded": (1, 5, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
     "zero2": (2, 5, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
-    "offload": (0, 6, END, ["zero2_offload.yaml, then", "zero3_offload.yaml or",
-                            "fsdp_offload.yaml"]),
+    "offload": (
+        0,
+        6,
+        END,
+        ["zero2_offload.yaml, then", "zero3_offload.yaml or", "fsdp_offload.yaml"],
+    ),
     "all": (1, 6, QUESTION, ["Does it fit with", "everything in shards?"]),
     "fsdp": (2, 6, END, ["fsdp.yaml, or zero3.yaml"]),
 }
-ARROWS = [("fits", "fast", "yes"), ("fast", "baseline", "yes"), ("fits", "ladder", "no"),
-          ("fast", "busy", "no"), ("busy", "feed", "no"), ("busy", "tune", "yes"),
-          ("tune", "enough", ""), ("enough", "baseline", "yes"), ("enough", "ddp", "no"),
-          ("ladder", "now", ""), ("now", "fast", "yes"), ("now", "several", "no"),
-          ("several", "sharded", "yes"), ("several", "offload", "no"),
-          ("sharded", "zero2", "yes"), ("sharded", "all", "no"), ("all", "fsdp", "yes"),
-          ("all", "offload", "no"), ("feed", "fast", "")]
+ARROWS = [
+    ("fits", "fast", "yes"),
+    ("fast", "baseline", "yes"),
+    ("fits", "ladder", "no"),
+    ("fast", "busy", "no"),
+    ("busy", "feed", "no"),
+    ("busy", "tune", "yes"),
+    ("tune", "enough", ""),
+    ("enough", "baseline", "yes"),
+    ("enough", "ddp", "no"),
+    ("ladder", "now", ""),
+    ("now", "fast", "yes"),
+    ("now", "several", "no"),
+    ("several", "sharded", "yes"),
+    ("several", "offload", "no"),
+    ("sharded", "zero2", "yes"),
+    ("sharded", "all", "no"),
+    ("all", "fsdp", "yes"),
+    ("all", "offload", "no"),
+    ("feed", "fast", ""),
+]
 
 
 def corner(name):
@@ -59,17 +81,28 @@ def route(start, end):
     """The points from one box to another: straight, or around by a channel beside a column."""
     (x0, y0), (x1, y1) = corner(start), corner(end)
     if y0 == y1:
-        return [(x0 + WIDE, y0 + HIGH / 2), (x1, y1 + HIGH / 2)] if x1 > x0 else [
-            (x0, y0 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
+        return (
+            [(x0 + WIDE, y0 + HIGH / 2), (x1, y1 + HIGH / 2)]
+            if x1 > x0
+            else [(x0, y0 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
+        )
     if x0 == x1:
         return [(x0 + WIDE / 2, y0 + HIGH), (x1 + WIDE / 2, y1)]
     if end == "baseline":  # down at the right edge
-        return [(x0 + WIDE, y0 + HIGH / 2), (x1 + WIDE + 16, y0 + HIGH / 2),
-                (x1 + WIDE + 16, y1 + HIGH / 2), (x1 + WIDE, y1 + HIGH / 2)]
+        return [
+            (x0 + WIDE, y0 + HIGH / 2),
+            (x1 + WIDE + 16, y0 + HIGH / 2),
+            (x1 + WIDE + 16, y1 + HIGH / 2),
+            (x1 + WIDE, y1 + HIGH / 2),
+        ]
     if x1 > x0:  # up by the channel to the right of the first column
         middle = x0 + WIDE + 50
-        return [(x0 + WIDE, y0 + HIGH / 2), (middle, y0 + HIGH / 2), (middle, y1 + HIGH - 12),
-                (x1, y1 + HIGH - 12)]
+        return [
+            (x0 + WIDE, y0 + HIGH / 2),
+            (middle, y0 + HIGH / 2),
+            (middle, y1 + HIGH - 12),
+            (x1, y1 + HIGH - 12),
+        ]
     middle = x1 + WIDE + 46
     return [(x0, y0 + 12), (middle, y0 + 12), (middle, y1 + HIGH - 12), (x1 + WIDE, y1 + HIGH - 12)]
 

@@ -25,8 +25,10 @@ GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
 
 def read_events(path):
     """The events of a trace that last, in ms."""
-    return [event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
-            for event in splitting.read_events(path)]
+    return [
+        event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
+        for event in splitting.read_events(path)
+    ]
 
 
 def span(event):
@@ -35,8 +37,11 @@ def span(event):
 
 def steps_of(events):
     """{name of a traced step: its span}."""
-    return {event["name"]: span(event) for event in events
-            if event["name"].startswith("ProfilerStep") and event["cat"] == "user_annotation"}
+    return {
+        event["name"]: span(event)
+        for event in events
+        if event["name"].startswith("ProfilerStep") and event["cat"] == "user_annotation"
+    }
 
 
 def reduce_run(folder, chosen=None):
@@ -44,47 +49,62 @@ def reduce_run(folder, chosen=None):
     length on rank 0.
     """
     record = json.loads((folder / "run.json").read_bytes())
-    traces = [read_events(folder / "traces" / f"profile_{rank}.json")
-              for rank in range(record["devices"])]
+    traces = [
+        read_events(folder / "traces" / f"profile_{rank}.json") for rank in range(record["devices"])
+    ]
     steps = [steps_of(events) for events in traces]
     in_order = sorted(steps[0], key=steps[0].get)
     by_length = sorted(steps[0], key=lambda name: length([steps[0][name]]))
     name = in_order[chosen - 1] if chosen else by_length[len(by_length) // 2]
     zero = min(step[name][0] for step in steps)
-    return {"strategy": record["strategy"], "batch": record["per_device_batch_size"],
-            "micro_batches": record["gradient_accumulation_steps"],
-            "ranks": [reduce_step(events, *step[name], zero)
-                      for events, step in zip(traces, steps, strict=True)]}
+    return {
+        "strategy": record["strategy"],
+        "batch": record["per_device_batch_size"],
+        "micro_batches": record["gradient_accumulation_steps"],
+        "ranks": [
+            reduce_step(events, *step[name], zero)
+            for events, step in zip(traces, steps, strict=True)
+        ],
+    }
 
 
 def reduce_step(events, start, end, zero):
     """A rank's step: its collectives in order, the spans of its phases, and report.py's shares."""
+
     def is_inside(event):
         begin, stop = span(event)
         other = event["name"].startswith("ProfilerStep") and (begin, stop) != (start, end)
         return begin < end and stop > start and not other
 
     inside = list(filter(is_inside, events))
-    autograd = covered(span(event) for event in inside
-                       if event["name"].startswith("autograd::engine::evaluate_function"))
-    optimizer = covered(span(event) for event in inside
-                        if event["name"].startswith("Optimizer.step"))
+    autograd = covered(
+        span(event)
+        for event in inside
+        if event["name"].startswith("autograd::engine::evaluate_function")
+    )
+    optimizer = covered(
+        span(event) for event in inside if event["name"].startswith("Optimizer.step")
+    )
     phases = {"forward": [], "backward": [], "optimizer": []}
     for event in inside:
         if event["cat"] == "cpu_op" and event["name"].startswith("aten::"):
             phases[phase_of(event["ts"], autograd, optimizer)].append(span(event))
-    calls = sorted((*span(event), event["name"][5:].replace("_", "-")) for event in inside
-                   if event["name"].startswith("gloo:") and event["ts"] >= start)
+    calls = sorted(
+        (*span(event), event["name"][5:].replace("_", "-"))
+        for event in inside
+        if event["name"].startswith("gloo:") and event["ts"] >= start
+    )
     shares = splitting.shares_of(inside)
 
     def place(time):
         return round(min(max(time, start), end) - zero, 2)
 
-    return {"step": [place(start), place(end)],
-            "shares": {name: round(share, 3) for name, share in shares.items()},
-            "calls": [[place(begin), place(stop), name] for begin, stop, name in calls],
-            **{name: merge([(place(a), place(b)) for a, b in spans])
-               for name, spans in phases.items()}}
+    return {
+        "step": [place(start), place(end)],
+        "shares": {name: round(share, 3) for name, share in shares.items()},
+        "calls": [[place(begin), place(stop), name] for begin, stop, name in calls],
+        **{name: merge([(place(a), place(b)) for a, b in spans]) for name, spans in phases.items()},
+    }
 
 
 def phase_of(time, autograd, optimizer):
@@ -128,15 +148,27 @@ def draw(picture, run):
     """Two lanes per rank, and of a run with many calls two layers. Returns where they end."""
     end, y = max(rank["step"][1] for rank in run["ranks"]), 24
     micro = f" x {run['micro_batches']} micro-batches" * (run["micro_batches"] > 1)
-    picture.text(LEFT, 16, f"One step under {run['strategy'].upper()}, batch {run['batch']}{micro} "
-                 f"per device: {end:.0f} ms, time to the right", weight="bold")
+    picture.text(
+        LEFT,
+        16,
+        f"One step under {run['strategy'].upper()}, batch {run['batch']}{micro} "
+        f"per device: {end:.0f} ms, time to the right",
+        weight="bold",
+    )
     # When the last rank has come to the first collective, to the second, ...
-    together = [max(call[0] for call in calls)
-                for calls in zip(*(rank["calls"] for rank in run["ranks"]), strict=True)]
+    together = [
+        max(call[0] for call in calls)
+        for calls in zip(*(rank["calls"] for rank in run["ranks"]), strict=True)
+    ]
     for number, rank in enumerate(run["ranks"]):
         picture.text(LEFT - 8, y + 14, f"rank {number}", "end", weight="bold")
-        picture.text(LEFT, y + 14, "report.py: " + ", ".join(
-            f"{name} {share:.0%}" for name, share in rank["shares"].items()), size=11)
+        picture.text(
+            LEFT,
+            y + 14,
+            "report.py: "
+            + ", ".join(f"{name} {share:.0%}" for name, share in rank["shares"].items()),
+            size=11,
+        )
         y += 38
         lanes(picture, y, rank, together, 0, end)
         if gaps := gaps_of(rank):
@@ -196,10 +228,11 @@ def two_layers(rank):
     return (reduces[0], reduces[2]) if gathers and len(reduces) > 2 else None
 
 
-COPIES = {1: "takes its shard of the sum of gradients",
-          2: "copies gathered parameters into the layer, and its shard of the next layer's into a "
-             "buffer",
-          3: "copies the layer's gradients into a buffer"}
+COPIES = {
+    1: "takes its shard of the sum of gradients",
+    2: "copies gathered parameters into the layer, and its shard of the next layer's into a buffer",
+    3: "copies the layer's gradients into a buffer",
+}
 
 
 def copies(rank):
@@ -217,8 +250,12 @@ def copies(rank):
 def zoom(picture, y, rank, together, begin, end):
     """Two layers of the backward pass, with the names of short spans. Returns where this ends."""
     scale, said = (RIGHT - LEFT) / (end - begin), []
-    picture.text(LEFT, y + 16, f"Rank 0 from {begin:.0f} to {end:.0f} ms: the backward pass of two "
-                 "layers", weight="bold")
+    picture.text(
+        LEFT,
+        y + 16,
+        f"Rank 0 from {begin:.0f} to {end:.0f} ms: the backward pass of two layers",
+        weight="bold",
+    )
     y += 42
     named = copies(rank)
     lanes(picture, y, rank, together, begin, end, named)
@@ -256,26 +293,39 @@ def label_gap(picture, y, scale, gaps):
 
 def step_of_axis(end):
     """1, 2 or 5 times a power of ten, for five to twelve ticks."""
-    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-                if end / step <= 12)
+    return next(
+        step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if end / step <= 12
+    )
 
 
 def legend(picture, y, kinds):
     """What the boxes mean. Returns where this ends."""
-    return picture.legend(y, [
-        *((f"{initials(name)}: {name}", COLOURS.get(name, PINK)) for name in kinds),
-        ("gap: communicates, does not compute", "url(#hatch)"),
-        ("pale: waits for the other rank", PINK, 0.3),
-        ("white: neither (Python, loading)", "white")])
+    return picture.legend(
+        y,
+        [
+            *((f"{initials(name)}: {name}", COLOURS.get(name, PINK)) for name in kinds),
+            ("gap: communicates, does not compute", "url(#hatch)"),
+            ("pale: waits for the other rank", PINK, 0.3),
+            ("white: neither (Python, loading)", "white"),
+        ],
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description="Draw a step of profiled runs.")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs with --profile")
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "traces",
-                        help="the folder for the pictures and traces.json")
-    parser.add_argument("--step", type=int, choices=range(1, 6),
-                        help="which of the 5 traced steps (default: the one of median length)")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path(__file__).parent / "traces",
+        help="the folder for the pictures and traces.json",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        choices=range(1, 6),
+        help="which of the 5 traced steps (default: the one of median length)",
+    )
     args = parser.parse_args()
     file = args.to / "traces.json"
     kept = json.loads(file.read_text()) if file.exists() else {}

@@ -15,10 +15,12 @@ LINE = r"epoch \d+: training loss ([\d.]+)"
 
 def judge(ranks, _):
     """The three faults, after what the script did well already."""
-    return [("it trains as before", training(ranks)),
-            ("each epoch has another order", ordering(ranks)),
-            ("the loss is that of all samples", losses(ranks)),
-            ("one rank saves the checkpoint", saving(ranks))]
+    return [
+        ("it trains as before", training(ranks)),
+        ("each epoch has another order", ordering(ranks)),
+        ("the loss is that of all samples", losses(ranks)),
+        ("one rank saves the checkpoint", saving(ranks)),
+    ]
 
 
 def training(ranks):

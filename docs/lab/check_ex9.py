@@ -41,9 +41,11 @@ def judge(ranks, single):
 def meeting(ranks):
     if all(notes["world"] == 2 for notes in ranks):
         return ""
-    return ("each rank trains alone, with a world size of 1. The launcher only starts processes. "
-            "Call dist.init_process_group(), or make an Accelerator (with cpu=True where there is "
-            f"no GPU). See {PAGE}")
+    return (
+        "each rank trains alone, with a world size of 1. The launcher only starts processes. "
+        "Call dist.init_process_group(), or make an Accelerator (with cpu=True where there is "
+        f"no GPU). See {PAGE}"
+    )
 
 
 def sharing(ranks, epochs):
@@ -51,10 +53,12 @@ def sharing(ranks, epochs):
     if None in seen:
         return "the model is trained on images that are not those of single.py"
     if len(seen) > len(set(seen)):
-        return (f"epoch 0 used {len(seen)} samples, but only {len(set(seen))} different ones. The "
-                "ranks repeat each other's work. Give each rank its own part: DistributedSampler, "
-                "or accelerator.prepare(loader) of an Accelerator with cpu=True, if there is no "
-                f"GPU. See {PAGE}")
+        return (
+            f"epoch 0 used {len(seen)} samples, but only {len(set(seen))} different ones. The "
+            "ranks repeat each other's work. Give each rank its own part: DistributedSampler, "
+            "or accelerator.prepare(loader) of an Accelerator with cpu=True, if there is no "
+            f"GPU. See {PAGE}"
+        )
     if len(seen) < SAMPLES:
         return f"epoch 0 used {len(seen)} samples of {SAMPLES}. The others are never learned from"
     return ""
@@ -62,8 +66,10 @@ def sharing(ranks, epochs):
 
 def ordering(ranks, epochs):
     problem = repeated_order(ranks, epochs)
-    return problem and (f"{problem}. The same samples then always share a batch. Call "
-                        f"sampler.set_epoch(epoch) before each epoch. See {PAGE}")
+    return problem and (
+        f"{problem}. The same samples then always share a batch. Call "
+        f"sampler.set_epoch(epoch) before each epoch. See {PAGE}"
+    )
 
 
 def batch(ranks):
@@ -71,35 +77,43 @@ def batch(ranks):
     sizes = {sum(map(len, step)) for step in steps}
     if sizes == {BATCH_SIZE}:
         return ""
-    return (f"it takes {', '.join(map(str, sorted(sizes))) or 'none'}. The batch size of a "
-            "DataLoader is that of one rank. Another global batch needs another learning rate. "
-            "See docs/lab.md#3-the-batch-and-the-learning-rate")
+    return (
+        f"it takes {', '.join(map(str, sorted(sizes))) or 'none'}. The batch size of a "
+        "DataLoader is that of one rank. Another global batch needs another learning rate. "
+        "See docs/lab.md#3-the-batch-and-the-learning-rate"
+    )
 
 
 def agreeing(ranks):
     pairs = list(zip(*[notes["weights"] for notes in ranks], strict=False))
     if pairs and all(torch.allclose(one, other, atol=1e-5) for one, other in pairs):
         return ""
-    return ("they differ, so you trained two models. Nothing averages the gradients. Wrap the "
-            "model: DistributedDataParallel(model), or accelerator.prepare(model), and call "
-            f"the wrapped one. See {PAGE}")
+    return (
+        "they differ, so you trained two models. Nothing averages the gradients. Wrap the "
+        "model: DistributedDataParallel(model), or accelerator.prepare(model), and call "
+        f"the wrapped one. See {PAGE}"
+    )
 
 
 def losses(ranks, printed, epochs):
     if len(printed) != epochs:
         return None
     problem = wrong_losses([float(loss) for loss, _ in printed], mean_losses(ranks, epochs))
-    return problem and (f"{problem} over all steps of both ranks. One rank sees only its part of "
-                        "the samples. Use dist.all_reduce, or accelerator.reduce, on all ranks. "
-                        f"See {PAGE}")
+    return problem and (
+        f"{problem} over all steps of both ranks. One rank sees only its part of "
+        "the samples. Use dist.all_reduce, or accelerator.reduce, on all ranks. "
+        f"See {PAGE}"
+    )
 
 
 def printing(lines, epochs):
     if sum(map(len, lines)) == epochs:
         return ""
-    return (f"rank 0 printed {len(lines[0])} lines like those of single.py, rank 1 "
-            f"{len(lines[1])}; expected are {epochs} in all. A log with every line from every rank "
-            "cannot be read. Print on rank 0, or with accelerator.print, and keep the words")
+    return (
+        f"rank 0 printed {len(lines[0])} lines like those of single.py, rank 1 "
+        f"{len(lines[1])}; expected are {epochs} in all. A log with every line from every rank "
+        "cannot be read. Print on rank 0, or with accelerator.print, and keep the words"
+    )
 
 
 def saving(ranks):
@@ -108,8 +122,10 @@ def saving(ranks):
         return ""
     if not found:
         return "no rank wrote a file with the name that the command line gives, sys.argv[1]"
-    return ("both ranks save to the same file. It is torn if one reads or dies while the other "
-            "writes. Save on rank 0, or with accelerator.save. See docs/lab/10-faults.md")
+    return (
+        "both ranks save to the same file. It is torn if one reads or dies while the other "
+        "writes. Save on rank 0, or with accelerator.save. See docs/lab/10-faults.md"
+    )
 
 
 def loading(ranks, single):
@@ -120,17 +136,21 @@ def loading(ranks, single):
         return f"the file holds no state_dict ({type(saved).__name__})"
     if saved.keys() == single["saved"].keys():
         return ""
-    return (f"its keys are {', '.join(saved)}. They belong to the wrapper, which a user of the "
-            "weights does not have. Save model.module.state_dict(), or "
-            "accelerator.get_state_dict(model)")
+    return (
+        f"its keys are {', '.join(saved)}. They belong to the wrapper, which a user of the "
+        "weights does not have. Save model.module.state_dict(), or "
+        "accelerator.get_state_dict(model)"
+    )
 
 
 def training(ranks, printed, single, expected):
     problem = wrong_losses(*[[float(loss) for loss, _ in lines] for lines in (printed, expected)])
     if problem:
-        return (f"{problem} on one device. Is the order another one? DistributedSampler(data, "
-                "seed=SEED) with set_epoch(epoch) has that of single.py. Are the first weights, "
-                "the optimizer and the learning rate its own?")
+        return (
+            f"{problem} on one device. Is the order another one? DistributedSampler(data, "
+            "seed=SEED) with set_epoch(epoch) has that of single.py. Are the first weights, "
+            "the optimizer and the learning rate its own?"
+        )
     for (_, here), (_, there) in zip(printed, expected, strict=True):
         if abs(float(here) - float(there)) > 0.5:  # one of 261 samples is 0.4 %
             return f"a test accuracy is {here} %, but {there} % on one device"

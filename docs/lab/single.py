@@ -1,6 +1,6 @@
 """Trains a small network on scikit-learn's digits, on one device. Exercise 9 turns it into DDP.
 
-    python docs/lab/single.py weights.pt
+python docs/lab/single.py weights.pt
 """
 
 import sys

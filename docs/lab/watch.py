@@ -57,8 +57,10 @@ def watch(script, folder, seconds=0):
             notes["losses"].append(loss.detach().mean().item())
         return loss
 
-    hooks = [register_module_forward_pre_hook(note_samples),
-             register_optimizer_step_post_hook(note_step)]
+    hooks = [
+        register_module_forward_pre_hook(note_samples),
+        register_optimizer_step_post_hook(note_step),
+    ]
     with (
         open(folder / "printed", "w") as printed,
         open(folder / "error", "w") as error,
@@ -87,11 +89,22 @@ def watch(script, folder, seconds=0):
 def launch(script, folder, seconds):
     """Start the script on two ranks, each under `watch`. Returns the launcher's process."""
     if re.search(r"^(from|import) accelerate\b", Path(script).read_text(), re.M):
-        launcher = ["accelerate.commands.launch", "--config_file", DDP_YAML,
-                    "--main_process_port", "0"]
+        launcher = [
+            "accelerate.commands.launch",
+            "--config_file",
+            DDP_YAML,
+            "--main_process_port",
+            "0",
+        ]
     else:
-        launcher = ["torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
-                    "--nproc_per_node", "2"]
+        launcher = [
+            "torch.distributed.run",
+            "--standalone",
+            "--local_addr",
+            "127.0.0.1",
+            "--nproc_per_node",
+            "2",
+        ]
     words = [sys.executable, "-m", *launcher, __file__, script, folder, seconds]
     with open(folder / "launcher", "w") as output:
         return subprocess.Popen(list(map(str, words)), stdout=output, stderr=subprocess.STDOUT)
@@ -151,11 +164,15 @@ def why_it_failed(script, folder, seconds):
         error = file.read_text() if file.exists() else ""
         places = re.findall(rf'File ".*{re.escape(script.name)}", line (\d+)', error) or ["?"]
         if error.startswith("Timeout"):  # with the innermost call first; only the main thread's
-            lines.append(f"rank {rank} still waits in line {places[0]} after {seconds} s. Does "
-                         "every rank call every collective, in the same order?")
+            lines.append(
+                f"rank {rank} still waits in line {places[0]} after {seconds} s. Does "
+                "every rank call every collective, in the same order?"
+            )
         elif error.startswith("Fatal Python error"):
-            lines.append(f"rank {rank} was aborted in line {places[0]}. gloo does this "
-                         "if the ranks make different collectives at the same time")
+            lines.append(
+                f"rank {rank} was aborted in line {places[0]}. gloo does this "
+                "if the ranks make different collectives at the same time"
+            )
         elif error:
             lines.append(f"rank {rank} ended in line {places[-1]}: {error.splitlines()[-1]}")
     return lines or (folder / "launcher").read_text().splitlines()[-10:]

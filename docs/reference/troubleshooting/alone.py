@@ -6,5 +6,7 @@ import sys
 from accelerate import Accelerator
 
 accelerator = Accelerator(cpu="--fix" in sys.argv)
-print(f"process {accelerator.process_index} of {accelerator.num_processes}; "
-      f"the launcher started {os.environ.get('WORLD_SIZE', 1)}")
+print(
+    f"process {accelerator.process_index} of {accelerator.num_processes}; "
+    f"the launcher started {os.environ.get('WORLD_SIZE', 1)}"
+)

@@ -13,5 +13,7 @@ one_device = norm(x)
 mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
 several = accelerator.gather(accelerator.prepare(norm)(mine))
 same = torch.allclose(several, one_device, atol=1e-6)
-accelerator.print(f"outputs of {accelerator.num_processes} devices and of one: "
-                  f"{'the same' if same else 'different'}")
+accelerator.print(
+    f"outputs of {accelerator.num_processes} devices and of one: "
+    f"{'the same' if same else 'different'}"
+)

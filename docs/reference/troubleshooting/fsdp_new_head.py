@@ -16,8 +16,13 @@ accelerator = make_accelerator()
 set_seed(0)
 [folder] = broadcast_object_list([tempfile.mkdtemp()])
 if accelerator.is_main_process:  # a pretrained encoder, without a head
-    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-                        intermediate_size=8)
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
 accelerator.wait_for_everyone()
 model = BertForQuestionAnswering.from_pretrained(folder)
@@ -29,5 +34,7 @@ places = torch.arange(4)
 loss = model(torch.randint(16, (4, 6)), start_positions=places, end_positions=places).loss
 accelerator.backward(loss)
 optimizer.step()
-print(f"rank {accelerator.process_index}: its part of the head "
-      f"{'stayed as it was' if torch.equal(head.to_local(), before) else 'was trained'}")
+print(
+    f"rank {accelerator.process_index}: its part of the head "
+    f"{'stayed as it was' if torch.equal(head.to_local(), before) else 'was trained'}"
+)

@@ -12,5 +12,6 @@ for _ in range(30):  # an evaluation without torch.no_grad(): no backward pass f
     losses.append(loss.detach() if "--fix" in sys.argv else loss)
     megabytes.append(psutil.Process().memory_info().rss / 1e6)
 grown = (megabytes[29] - megabytes[9]) / 20
-print(f"each batch leaves {grown:.1f} MB: "
-      f"{'memory grows' if grown > 3 else 'memory stays as it is'}")
+print(
+    f"each batch leaves {grown:.1f} MB: {'memory grows' if grown > 3 else 'memory stays as it is'}"
+)
