@@ -8,7 +8,7 @@ on a rank, and what to try next.
 
 print one row for every YAML in accelerate_configs/: what lies on each device in a step of
 train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
-are in reporting/memory.py. tests/test_fit.py counts what they say, on a CPU.
+are in planning/memory.py. tests/test_fit.py counts what they say, on a CPU.
 
 Left out: the CUDA context and the libraries' workspaces (about 1 GB), what the allocator rounds up,
 what attention keeps for itself, and what DP needs to add up gradients. The step is one without
@@ -22,7 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from reporting.memory import PLACES, SIZES, count_parameters, explain_run, largest_batch, memory_of
+from planning.memory import PLACES, SIZES, count_parameters, explain_run, largest_batch, memory_of
 
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),

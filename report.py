@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from planning.links import find_links, link_of, read_link
+from planning.memory import hold_by_formula
+from planning.prediction import PREDICTED, predict_cells
 from reporting.comparing import SURE, make_cells, same, shape
-from reporting.links import find_links, link_of, read_link
-from reporting.memory import hold_by_formula
 from reporting.page import KINDS, describe_traces, details, differing, first_page, title
 from reporting.pictures import plot_work
-from reporting.prediction import PREDICTED, predict_cells
 from reporting.records import NAMES, PROFILED, SAME_WORK, UNREADABLE, read_runs, read_times, unpack
 from reporting.splitting import find_shares, read_traces, split_step
 

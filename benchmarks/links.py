@@ -23,7 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import slurm_cluster  # noqa: E402  in the folders above
 
-from reporting import comparing, links, page, prediction, records  # noqa: E402
+from planning import links, prediction  # noqa: E402
+from reporting import comparing, page, records  # noqa: E402
 
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]

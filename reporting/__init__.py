@@ -1,3 +1,3 @@
-"""What report.py and fit.py know, a file for each thing: records, comparing, splitting (a step),
-sentences, links, prediction, memory, pictures, page.
+"""What report.py knows, a file for each thing: records, comparing, splitting (a step), sentences,
+pictures, page.
 """

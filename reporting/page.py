@@ -5,9 +5,9 @@ import math
 
 import pandas as pd
 
+from planning.links import bytes_sent, find_link
+from planning.prediction import interval, predict
 from reporting.comparing import doubts, same
-from reporting.links import bytes_sent, find_link
-from reporting.prediction import interval, predict
 from reporting.records import SAME_WORK
 from reporting.sentences import say_missing, say_prediction, sentences
 from reporting.splitting import PARTS, computing_seconds, find_alone
@@ -199,7 +199,7 @@ def describe_predictions(group, links, predict_to):
         alone = [computing_seconds(cell, find_alone(cell, group)) for _, cell in known.iterrows()]
         yield (
             "Predicted from the same strategy's step on one device and the measured link "
-            "(reporting/prediction.py). A miss above zero means that the prediction is too "
+            "(planning/prediction.py). A miss above zero means that the prediction is too "
             "long. At least nine of ten measured steps should lie in the interval:"
         )
         yield table(

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fit  # noqa: E402
-from reporting import memory  # noqa: E402
+from planning import memory  # noqa: E402
 
 # A CPU can stand in, to try this file: with a tiny model, few YAMLs, and no claim of a GPU.
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"

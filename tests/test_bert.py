@@ -23,7 +23,7 @@ from test_mnist_resume import (
     step_of,
 )
 
-from reporting import memory
+from planning import memory
 
 SCRIPT = "train_bert_squad.py"
 QUESTIONS = "tests/data/squad_v1.json"

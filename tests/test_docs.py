@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, namespaces, run, table_of
 
 import fit
-from reporting import links, memory
+from planning import links, memory
 
 PAGES = {
     page: page.read_text()
@@ -51,7 +51,7 @@ def test_flags_files_and_calls_exist(page):
     known = {name for action in launch_command_parser()._actions for name in action.option_strings}
     known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(code))) <= known
-    ours = r"`((?:accelerate_configs|benchmarks|docs|notebooks|reporting|sbatch|tests)/[\w/.-]+)`"
+    ours = r"`((?:accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests)/[\w/.-]+)`"
     for name in re.findall(ours, PAGES[page]):
         assert (ROOT / name).exists(), name
     for name, owner in (("accelerator", Accelerator), ("dist", dist)):

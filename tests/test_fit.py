@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fit
 import train_bert_squad
-from reporting import memory
+from planning import memory
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
 

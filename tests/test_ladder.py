@@ -14,7 +14,8 @@ from test_fit import parts_and_rungs
 from test_lab import blocks_of, check_kind
 from torch.testing import assert_close
 
-from reporting import memory, records
+from planning import memory
+from reporting import records
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
 AGAIN = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]  # of a rung

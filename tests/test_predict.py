@@ -16,7 +16,7 @@ import transformers
 from conftest import ROOT, launch, run
 from test_bert import TINY
 
-from reporting import links, prediction
+from planning import links, prediction
 
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
 BASE = {

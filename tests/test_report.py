@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT, launch
 
 import report
-from reporting import comparing, links, page, pictures, prediction, records, splitting
+from planning import links, prediction
+from reporting import comparing, page, pictures, records, splitting
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 GPU = {"device_name": "NVIDIA H200"}

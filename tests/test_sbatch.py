@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, launch
 from test_bert import TINY
 
-from reporting import links
+from planning import links
 
 pytestmark = pytest.mark.slow
 BERT = [*TINY, "--max_train_steps", "12", "--per_device_train_batch_size", "8", "--dropout", "0"]

@@ -323,7 +323,7 @@ NAMES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 
 def measured_steps():
     """{(link, strategy): (ms of a step on one process alone, ms on two nodes, MB sent)}."""
-    from reporting.links import bytes_sent
+    from planning.links import bytes_sent
 
     found = {}
     with tarfile.open(MEASURED) as records:
@@ -382,7 +382,7 @@ def moments(name, model, tokens, n):
     """[(units of time, its label, {what: MB})] of a step of fit.py's formulas: the backward pass of
     a layer takes twice its forward pass, and the update as long as a backward pass.
     """
-    from reporting import memory
+    from planning import memory
 
     layers, hidden, inner = (model[size] for size in memory.SIZES[:3])
     parameters, embeddings, _, _ = memory.count_parameters(model)

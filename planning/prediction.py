@@ -16,7 +16,7 @@ from collections import namedtuple
 
 import pandas as pd
 
-from reporting.links import find_link, seconds_of
+from planning.links import find_link, seconds_of
 from reporting.records import ARCHITECTURE
 from reporting.splitting import computing_seconds, find_alone
 
