@@ -51,7 +51,8 @@ def test_flags_files_and_calls_exist(page):
     known = {name for action in launch_command_parser()._actions for name in action.option_strings}
     known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(code))) <= known
-    ours = r"`((?:accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests)/[\w/.-]+)`"
+    folders = "accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests"
+    ours = rf"`((?:{folders})/[\w/.-]+)`"
     for name in re.findall(ours, PAGES[page]):
         assert (ROOT / name).exists(), name
     for name, owner in (("accelerator", Accelerator), ("dist", dist)):

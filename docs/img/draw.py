@@ -25,7 +25,7 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for reporting/, which only the pictures that need it import
+sys.path.insert(0, str(ROOT))  # for planning/, which only the pictures that need it import
 # The colours of Okabe and Ito
 BLUE, ORANGE, GREEN, SKY, YELLOW, PINK = (
     "#0072B2",
