@@ -300,8 +300,10 @@ def span_logits(model, inputs):
 
 def span_losses(logits, starts, ends):
     """The mean of the start's and the end's cross-entropy, [batch]."""
-    tokens = torch.stack([starts, ends], 1)
-    return F.cross_entropy(logits, tokens, reduction="none").mean(1)
+    start_logits, end_logits = logits.unbind(-1)
+    start_losses = F.cross_entropy(start_logits, starts, reduction="none")
+    end_losses = F.cross_entropy(end_logits, ends, reduction="none")
+    return (start_losses + end_losses) / 2
 
 
 # -------- data: questions
@@ -772,6 +774,12 @@ class Run:
     collective" the ranks wait for each other, so all of them have to call it.
     """
 
+    record: dict  # what run.json says; from `open` on
+    settings: dict  # what a resumed run must have again
+    optimizer: torch.optim.Optimizer  # the prepared one; from `start` on
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    display: "Display"
+
     def __init__(self, accelerator: Accelerator, strategy: str, args, workload: dict):
         self.accelerator = accelerator
         self.args = args
@@ -864,7 +872,8 @@ class Run:
                 batch = next(batches, None)
             if batch is None:
                 return
-            self.learning_rate = self.schedule.get_last_lr()[0]  # that of this batch's step
+            # That of this batch's step.
+            self.learning_rate = float(self.schedule.get_last_lr()[0])
             yield batch
 
     def after_batch(self, loss: torch.Tensor, grad_norm=None):

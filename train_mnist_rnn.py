@@ -345,6 +345,12 @@ class Run:
     collective" the ranks wait for each other, so all of them have to call it.
     """
 
+    record: dict  # what run.json says; from `open` on
+    settings: dict  # what a resumed run must have again
+    optimizer: torch.optim.Optimizer  # the prepared one; from `start` on
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    display: "Display"
+
     def __init__(self, accelerator: Accelerator, strategy: str, args, workload: dict):
         self.accelerator = accelerator
         self.args = args
@@ -437,7 +443,8 @@ class Run:
                 batch = next(batches, None)
             if batch is None:
                 return
-            self.learning_rate = self.schedule.get_last_lr()[0]  # that of this batch's step
+            # That of this batch's step.
+            self.learning_rate = float(self.schedule.get_last_lr()[0])
             yield batch
 
     def after_batch(self, loss: torch.Tensor, grad_norm=None):
