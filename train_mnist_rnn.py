@@ -588,7 +588,7 @@ class Display:
         if hasattr(grad_norm, "full_tensor"):  # It is a DTensor, of which each rank has a part.
             grad_norm = grad_norm.full_tensor()
         if grad_norm is not None:
-            values = values | {"grad_norm": float(grad_norm)}
+            values["grad_norm"] = float(grad_norm)
         self.accelerator.log(values, step)
         text = f"loss {values['loss']:.4f}  {values['samples_per_second']:,.0f} samples/s"
         self.bar.set_postfix_str(text, refresh=False)
@@ -610,7 +610,7 @@ def read_losses(accelerator, losses, per_step, clock):
 
 
 @contextlib.contextmanager
-def tracing(run: Run):
+def tracing(run):
     """The context to train in. With --profile, it traces five steps after the warm-up."""
     if not run.args.profile:
         yield
@@ -728,7 +728,7 @@ def lock(folder: Path):
     return file
 
 
-def refuse_other_settings(old: dict, new: dict):
+def refuse_other_settings(old, new):
     """Refuse to go on with a run that something else was asked for."""
     changes = [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
     if changes:
@@ -790,7 +790,7 @@ def replacing(folder: Path):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def newest_whole(saved: list[Path], settings: dict):
+def newest_whole(saved, settings):
     """The path and the progress of the newest checkpoint that is as it was written, or None and {}.
     Damaged ones that are newer are renamed.
     """
@@ -997,14 +997,11 @@ def make_accelerator(args):
     connect(strategy, timedelta(seconds=args.collective_timeout))
     # Its default names the second in which a rank began, so that of rank 0 is taken.
     args.output_dir = on_rank_0(lambda: args.output_dir)
+    # Gradients lie in the buckets of the all-reduce, and not beside them too. Buffers are constant,
+    # as BERT's positions are, so they need not be sent.
+    ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = Accelerator(
-        # Gradients lie in the buckets of the all-reduce, and not beside them too. Buffers are
-        # constant, as BERT's positions, so they need not be sent.
-        kwargs_handlers=[
-            utils.DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True, broadcast_buffers=False
-            )
-        ],
+        kwargs_handlers=[ddp],
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
         dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -1023,7 +1020,10 @@ def make_accelerator(args):
         state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15: it needs a GPU
     if strategy == "zero":
         config = state.deepspeed_plugin.deepspeed_config
-        strategy += str(config["zero_optimization"]["stage"])
+        zero = config["zero_optimization"]
+        strategy += str(zero["stage"])
+        if strategy == "zero3":
+            zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
         # DeepSpeed clips by a setting of its own, by 1.0 if it is "auto". What a YAML says counts,
         # and is recorded, as if --max_grad_norm had said it.
         clipping = config["gradient_clipping"]
@@ -1031,7 +1031,7 @@ def make_accelerator(args):
             args.max_grad_norm = clipping or None
         config["gradient_clipping"] = args.max_grad_norm or 0.0
         if args.max_grad_norm:
-            config["zero_optimization"].pop("compute_grad_norm", None)
+            zero.pop("compute_grad_norm", None)
     if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ:
         strategy = "hsdp"
     return accelerator, strategy
@@ -1089,8 +1089,8 @@ def refuse_wrong_yaml(strategy, args):
         abort("FSDP's first version is not supported: write fsdp_version: 2 into the YAML")
     if env("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         abort("a new head would train on rank 0 only: fsdp_cpu_ram_efficient_loading: false")
-    replicated = "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
-    if replicated and math.prod(sizes_of_hsdp().values()) != int(env("WORLD_SIZE", 1)):
+    hsdp = "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
+    if hsdp and math.prod(sizes_of_hsdp().values()) != int(env("WORLD_SIZE", 1)):
         abort(
             "--parallelism_config_dp_replicate_size NODES times --parallelism_config_dp_shard_size "
             f"GPUS_OF_A_NODE must be the number of processes, {env('WORLD_SIZE')}"
@@ -1109,7 +1109,7 @@ def connect(strategy, timeout: timedelta):
     # The YAML names DeepSpeed's JSON as seen from the current folder, or else from this script's.
     config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if config and not Path(config).exists():
-        config = str(Path(__file__).resolve().parent / config)
+        config = str(Path(__file__).parent / config)
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
     if torch.cuda.device_count():
         torch.set_float32_matmul_precision("high")  # TF32
@@ -1186,8 +1186,8 @@ def abort_if_known(problem: Exception, folder: str):
             "out of memory: lower --per_device_train_batch_size, or shard the model by fsdp.yaml; "
             f"in the project, python fit.py {folder}/run.json tells what held how much"
         )
-    of_a_file = isinstance(problem, OSError) and problem.filename
-    if of_a_file or re.search("No space left|PytorchStreamWriter|os error", text):
+    of_a_disk = re.search("No space left|PytorchStreamWriter|os error", text)
+    if of_a_disk or (isinstance(problem, OSError) and problem.filename):
         abort(f"{problem}: mend that, then --resume goes on from the newest checkpoint")
 
 
