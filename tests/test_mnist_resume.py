@@ -59,13 +59,15 @@ def killed_at_its_end(result, folder):
 
 
 def assert_near(result, reference, rel, atol, leave_out="(?!)"):
-    """The same losses of every step and final weights, but for rounding; prints how near."""
+    """The same losses of every step, and weights of the last epoch and of the best, but for
+    rounding; prints how near.
+    """
     assert result.losses == pytest.approx(reference.losses, rel=rel)
-    assert result.weights.keys() == reference.weights.keys()
     names = [name for name in reference.weights if not re.search(leave_out, name)]
-    for name in names:
-        weight, other = result.weights[name], reference.weights[name]
-        torch.testing.assert_close(weight, other, rtol=1e-3, atol=atol, msg=name)
+    for mine, others in ((result.weights, reference.weights), (result.best, reference.best)):
+        assert mine.keys() == others.keys()
+        for name in names:
+            torch.testing.assert_close(mine[name], others[name], rtol=1e-3, atol=atol, msg=name)
     record, weights = result.record, [result.weights[n] - reference.weights[n] for n in names]
     loss = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
     weight = max(difference.abs().max().item() for difference in weights)
@@ -76,14 +78,15 @@ def assert_near(result, reference, rel, atol, leave_out="(?!)"):
 
 
 def assert_same_end(result, reference):
-    """The same losses of every step, evaluations and final weights, bit for bit."""
+    """The same losses of every step, evaluations, and final and best weights, bit for bit."""
     assert result.record["status"] == "completed"
     assert result.record["loss_history"] == reference.record["loss_history"]
     assert result.record["metrics"] == reference.record["metrics"]
-    weights = reference.weights
-    assert result.weights.keys() == weights.keys()
-    for name, weight in result.weights.items():
-        assert torch.equal(weight, weights[name]), name
+    for mine, others in ((result.weights, reference.weights), (result.best, reference.best)):
+        assert mine.keys() == others.keys()
+        for name, weight in mine.items():
+            assert torch.equal(weight, others[name]), name
+    assert not list(result.folder.glob("best.*")), "what a kill left is gone"
 
 
 def step_of(path):
@@ -228,6 +231,34 @@ def test_kill_at_any_call_of_the_file_system_leaves_whole_checkpoints(save, tmp_
     assert 5 < len(calls) < last, "not every call was tried"
 
 
+def write_best(folder, text):
+    with script.replacing(folder) as new:
+        (new / "config").write_text(text)
+        (new / "weights").write_text(text)
+
+
+def test_kill_at_any_call_of_the_file_system_leaves_a_whole_best_model(tmp_path):
+    """That of before or the new one: in best/, or else in best.old/. Then the run goes on; also
+    where an earlier kill had left best.old/ alone.
+    """
+    for name, last in product(("best", "best.old"), range(1, 12)):
+        folder, calls = tmp_path / f"{name}-{last}" / "best", []
+        folder.parent.mkdir()
+        write_best(folder, "before")
+        folder.rename(folder.with_name(name))
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for owner, call in CALLS:
+                patch.setattr(owner, call, breaking(last, calls, call, getattr(owner, call)))
+            write_best(folder, "new model")
+        [place, *_] = filter(Path.exists, (folder, folder.with_suffix(".old")))
+        left = {path.name: path.read_text() for path in place.iterdir()}
+        assert left in [dict.fromkeys(left, text) for text in ("before", "new model")], calls
+        assert len(left) == 2, calls
+        write_best(folder, "next")
+        assert [path.name for path in folder.parent.iterdir()] == ["best"]
+    assert 5 < len(calls) < last, "not every call was tried"
+
+
 def test_only_step_and_eight_digits_are_the_scripts_own(save, tmp_path, capsys):
     """A copy that a user made is neither resumed nor pruned. The two newest stay."""
     folder = tmp_path / "checkpoints"
@@ -243,10 +274,13 @@ def test_only_step_and_eight_digits_are_the_scripts_own(save, tmp_path, capsys):
     assert set(folder.iterdir()) == {*mine, *kept} and not capsys.readouterr().out
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_untouched(tmp_path):
+@pytest.mark.parametrize(
+    "content", [{"settings": {}, "state": {"step": 7}, "files": {}}, [{}, {"step": 7}, {}]]
+)
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_untouched(content, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000007"
     folder.mkdir(parents=True)
-    text = json.dumps({"settings": {"seed": 0}, "state": {"step": 7}, "files": {}})
+    text = json.dumps(content)
     (folder / "checkpoint.json").write_text(f"{text}\n{zlib.crc32(text.encode())}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit, match="^error: .*step_00000007 is an earlier version's: "):
