@@ -52,6 +52,10 @@ class Result:
     def weights(self):
         return load_file(self.folder / "model.safetensors")
 
+    @property
+    def best(self):
+        return load_file(self.folder / "best" / "model.safetensors")
+
     def error_line(self):
         """The one line in which the script says what is wrong; all else is the launcher's."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
