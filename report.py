@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from planning.facts import UNREADABLE
 from planning.links import find_links, link_of, read_link
 from planning.memory import hold_by_formula
-from planning.prediction import PREDICTED, predict_cells
 from reporting.comparing import SURE, make_cells, same, shape
 from reporting.page import KINDS, describe_traces, details, differing, first_page, title
 from reporting.pictures import plot_work
-from reporting.records import NAMES, PROFILED, SAME_WORK, UNREADABLE, read_runs, read_times, unpack
-from reporting.splitting import find_shares, read_traces, split_step
+from reporting.records import NAMES, PROFILED, SAME_WORK, read_runs, read_times, unpack
+from reporting.splitting import PREDICTED, find_shares, predict_cells, read_traces, split_step
 
 
 def parse_args():

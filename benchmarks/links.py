@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import slurm_cluster  # noqa: E402  in the folders above
 
-from planning import links, prediction  # noqa: E402
-from reporting import comparing, page, records  # noqa: E402
+from planning import links  # noqa: E402
+from reporting import comparing, page, records, splitting  # noqa: E402
 
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
@@ -60,7 +60,7 @@ COLUMNS = [
     "spread",
     "samples_per_second",
     "step_seconds",
-    *prediction.PREDICTED,
+    *splitting.PREDICTED,
 ]
 ACCUMULATED = {
     "bert-accumulated": [*TINY, "--gradient_accumulation_steps", "4", "--num_epochs", "45"]
@@ -109,7 +109,7 @@ def predictions(folder, link):
     cells = comparing.make_cells(pd.DataFrame(rows, columns=records.NAMES))
     found = links.find_links(folder)
     groups = [
-        group.join(prediction.predict_cells(group, found))
+        group.join(splitting.predict_cells(group, found))
         for _, group in cells.groupby(records.SAME_WORK, dropna=False, sort=False)
     ]
     found = pd.concat(groups).assign(link=link)

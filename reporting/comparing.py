@@ -4,7 +4,8 @@ import json
 
 import pandas as pd
 
-from reporting.records import ARCHITECTURE, CELL, FIGURES, SAME_WORK
+from planning.facts import ARCHITECTURE
+from reporting.records import CELL, FIGURES, SAME_WORK
 
 
 def speedup(baseline_seconds, seconds):

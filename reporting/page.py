@@ -6,11 +6,11 @@ import math
 import pandas as pd
 
 from planning.links import bytes_sent, find_link
-from planning.prediction import interval, predict
+from planning.prediction import computing_seconds, interval, predict
 from reporting.comparing import doubts, same
 from reporting.records import SAME_WORK
 from reporting.sentences import say_missing, say_prediction, sentences
-from reporting.splitting import PARTS, computing_seconds, find_alone
+from reporting.splitting import PARTS, find_alone
 
 COLUMNS = {"dp": "DP", "ddp": "DDP", "fsdp": "FSDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from planning.facts import ARCHITECTURE, UNREADABLE, name_yaml
+
 # What has to be the same for two runs to be compared: with other data or on another device, it is
 # another experiment.
 SAME_WORK = [
@@ -40,7 +42,6 @@ CELL = [
     "strategy_options",
     "activation_checkpointing",
 ]
-ARCHITECTURE = ["layers", "hidden_size", "intermediate_size", "positions"]  # of a transformer
 FIGURES = [
     "seconds",
     "total_seconds",
@@ -69,7 +70,6 @@ NAMES = [
     "log",
 ]
 PROFILED = "profiled: not a timing"
-UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
 
 def parse_seconds(text):
@@ -80,22 +80,6 @@ def parse_seconds(text):
     if seconds <= 0:
         raise ValueError(f"{text!r} is no time such as 186.6 or 3m6.619s")
     return seconds
-
-
-def name_yaml(strategy, options):
-    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
-    "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options.
-    """
-    keeps = str(options.get("reshard_after_forward")).lower() == "false"
-    offloads = str(options.get("offload_params")).lower() == "true"
-    if strategy == "fsdp" and keeps != offloads:
-        return "fsdp_keep" if keeps else "fsdp_offload"
-    on_host = [
-        (options.get(name) or {}).get("device") == "cpu"
-        for name in ("offload_optimizer", "offload_param")
-    ]
-    offloaded = [strategy, *on_host] in (["zero2", True, False], ["zero3", True, True])
-    return f"{strategy}_offload" if offloaded else strategy
 
 
 def read_record(path, folder):

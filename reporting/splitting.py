@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from planning.facts import UNREADABLE
+from planning.links import find_link
+from planning.prediction import computing_seconds, interval, predict
 from reporting.comparing import same
-from reporting.records import CELL, SAME_WORK, UNREADABLE, read_record
+from reporting.records import CELL, SAME_WORK, read_record
 
 # Communication is measured where a run of the cell was profiled, and else predicted.
 PARTS = [
@@ -36,12 +39,22 @@ def find_alone(cell, cells, baseline=False):
     return found.iloc[0] if len(found) else None
 
 
-def computing_seconds(cell, one):
-    """Seconds of a step of a cell on one device, `one`, if it had as many tokens, padding included,
-    as a device of `cell` has on average.
+PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds"]
+
+
+def predict_cells(group, links):
+    """PREDICTED, by formula, and the `miss` of what was measured, as a DataFrame; for each cell on
+    several devices of which the same strategy was measured on one.
     """
-    longer = cell["padded_tokens"] / one["padded_tokens"]
-    return one["step_seconds"] * (1 if pd.isna(longer) else longer)
+    found = {}
+    for i, cell in group[group["devices"] > 1].iterrows():
+        link, alone = find_link(cell, links), find_alone(cell, group)
+        if link and alone is not None:
+            devices = int(cell["devices"])
+            step = predict(computing_seconds(cell, alone), cell, devices, link)
+            found[i] = [step, *interval(step, step, alone, devices, link)] if step else [None] * 3
+    found = pd.DataFrame.from_dict(found, "index", float, PREDICTED).reindex(group.index)
+    return found.assign(miss=found["predicted_step_seconds"] / group["step_seconds"] - 1)
 
 
 def split_step(group, shares):

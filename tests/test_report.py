@@ -577,7 +577,7 @@ def test_prediction_beside_measurement(tmp_path):
         f"{625 / high:.0%}-{min(1, 625 / low):.0%}",
     ]
     assert "by at most 12% (ddp on 1 x 2: too short)" in text
-    assert [float(rows["ddp"][name]) for name in prediction.PREDICTED] == pytest.approx(
+    assert [float(rows["ddp"][name]) for name in splitting.PREDICTED] == pytest.approx(
         [0.88, 0.88 / below, 0.88 * above]
     )
 
