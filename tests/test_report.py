@@ -3,6 +3,7 @@ Records are invented, and what is expected of them is computed by hand.
 """
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -13,11 +14,12 @@ import pytest
 from conftest import ROOT, launch
 
 import report
-from planning import links, prediction
-from reporting import comparing, page, pictures, records, splitting
+from planning import links, peaks, prediction
+from reporting import comparing, pictures, records, splitting, tables, times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 GPU = {"device_name": "NVIDIA H200"}
+NUMBERS = itertools.count(100)
 
 
 def run_report(*words, draw=False):
@@ -51,7 +53,7 @@ def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
             "rank": rank,
             "host": f"n{rank}",
             "real": 118.544,
-            "user": 100.0,
+            "user": float(next(NUMBERS)),  # or a record is the copy of another one
             "sys": 3.25,
             "peak_memory_mb": 500 + rank,
         }
@@ -136,24 +138,11 @@ def test_medians_speedups_and_the_median_run(tmp_path):
         d1=record("ddp", 2, 55, 2, work={"compute_dtype": "no"}),
     )  # as without it
     assert list(rows) == ["b2", "d2"] and "1m58.544s" in text
-    assert [*rows_in(text, "median run")[("ddp", "2 x 1")].values()] == [
-        "64",
-        "3",
-        "750.00",
-        "85.3",
-        "60.00",
-        "55.00-80.00",
-        "70.0",
-        "501",
-        "",
-        "batch per device",
-        "steady steps",
-        "1.67",
-        "83%",
-        "repeats differ by 34%",
-        "d2",
-        "d2.log",
-    ]
+    shown = [*rows_in(text, "median run")[("ddp", "2 x 1")].values()]
+    assert shown[:8] == ["32", "64", "3", "750.00", "85.3", "60.00", "55.00-80.00", "70.0"]
+    assert shown[8:] == ["501", "repeats differ by 42%", "d2", "d2.log"]
+    shown = [*rows_in(text, "sure")[("ddp", "2 x 1")].values()]
+    assert shown[2:] == ["100.00", "60.00", "1.67", "1.25-1.82", "83%", "1.67", "faster"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +181,14 @@ def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
         "strong": ("global batch", "1.25"),
         "neither": ("", ""),
     }
-    assert ("1 x 2", "50.0 s, 2.00×, 100 %") in rows_in(text, "DDP")  # the batch per device first
+    weak, strong, other = text.split("**")[2], text.split("**")[4], text.split("without a ")[1]
+    assert [*rows_in(weak, "DDP").values()] == [
+        {"DP": "needs two GPUs", "DDP": "50.0 s, 2.00×, 100 %"}
+    ]
+    assert [*rows_in(strong, "DDP").values()] == [
+        {"DP": "needs two GPUs", "DDP": "80.0 s, 1.25×, 62 %"}
+    ]
+    assert "baseline, 8 samples per device and step:" in other and "| 70.0 s " in other
     # 156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices.
     rows, _ = report_of(
         tmp_path / "uneven",
@@ -242,7 +238,8 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
         "keep": ("fsdp_keep", "1", "2.0"),
         "offload": ("fsdp_offload", "1", "1.25"),
     }
-    assert '| fsdp (state_dict_type: "FULL")' in text and "| fsdp (state_dict_type: null)" in text
+    assert '| fsdp #1 (state_dict_type: "FULL")' in text and "| fsdp #2 (state_dict_type: n" in text
+    assert "FSDP keep" in rows_in(text, "DDP")["1 x 2", "64"] and "| FSDP #2 " in text
     assert "version" not in text and "| ddp  " in text and "| ddp, recomputing  " in text
     rows, text = report_of(tmp_path / "alone", **runs)
     assert rows["anew"]["speedup"] == "" and "without --activation_checkpointing." in text
@@ -282,7 +279,7 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
         *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
         "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
         "skipped cut/sweep.csv",
-        "no result of zero2 on 1 x 2 and zero3 on 1 x 2",
+        "no result of ZeRO-2 on 1 x 2 and ZeRO-3 on 1 x 2",
     ):
         assert line in text
 
@@ -307,22 +304,24 @@ def test_a_report_lies_with_its_runs(tmp_path, monkeypatch):
 
 def test_times_are_read_and_printed_as_time_does():
     for text, seconds in (("186.6", 186.6), (" 3m6.619s", 186.619), ("1h2m3.5s", 3723.5)):
-        assert records.parse_seconds(text) == pytest.approx(seconds)
+        assert times.parse_seconds(text) == pytest.approx(seconds)
     for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s"):
         with pytest.raises(ValueError, match="is no time"):
-            records.parse_seconds(text)
-    assert (page.as_time_prints(118.544), page.as_time_prints(59.9997)) == ("1m58.544s", "1m0.000s")
+            times.parse_seconds(text)
+    assert (tables.as_time_prints(118.544), tables.as_time_prints(59.9997)) == (
+        "1m58.544s",
+        "1m0.000s",
+    )
 
 
 @pytest.mark.parametrize(
     "words, times, message",
     [
         ("--times t.csv", "strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
-        ("--times t.csv", f"{HEAD}baseline,1,1,12\nddp,2,1,fast\n", "line 3: 'fast' is no time"),
-        ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: invalid literal"),
-        ("--times t.csv", f"{HEAD}ddp,2,0,12\n", "line 2: nodes and gpus_per_node have to be 1 or"),
+        ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: nodes has to be a whole number from 1"),
+        ("--times t.csv", f"{HEAD}ddp,2,0,12\n", "line 2: gpus_per_node has to be a whole number"),
         ("--times t.csv", HEAD, "there are no times"),
-        ("--times t.csv", "", "No columns to parse"),
+        ("--times t.csv", "", "no column strategy, nodes, gpus_per_node, seconds"),
         (".", "", "no run.json below"),
         ("x", "", "there is no x"),
         ("", "", "a folder of runs"),
@@ -353,24 +352,27 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     _, text = report_of(tmp_path, **steady, lost=record("zero3", 4, nodes=2, status="failed"))
     for words in (
         "trains in 100.00 s",
-        "The fastest is ddp on 1 x 2, 1.82 times as fast",
-        "29% faster than fsdp on 1 x 2: more than repeats differ",
-        "ddp on 1 x 2, fsdp on 1 x 2 and zero2 on 1 x 2 gain",
-        "zero3 on 1 x 2 is slower than one device",
-        "Mind: no result of zero3 on 2 x 2.",
+        "The fastest is DDP on 1 x 2, 1.82 times as fast",
+        "29% faster than FSDP on 1 x 2.",
+        "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 gain",
+        "ZeRO-3 on 1 x 2 is slower than one device",
+        "Mind: no result of ZeRO-3 on 2 x 2.",
     ):
         assert words in first_page(text)
     assert rows_in(text, "DDP") == {
-        ("1 x 2", "55.0 s, 1.82×, 91 %"): {
-            "FSDP": "71.0 s, 1.41×, 70 %",
+        ("1 x 2", "64"): {
+            "DP": "needs two GPUs",
+            "DDP": "55.0 s, 1.82×, 91 %",
             "ZeRO-2": "72.0 s, 1.39×, 69 %",
+            "FSDP": "71.0 s, 1.41×, 70 %",
             "ZeRO-3": "111.0 s, 0.90×, 45 %",
         },
-        ("2 x 2", ""): {"FSDP": "", "ZeRO-2": "", "ZeRO-3": "no result"},
+        ("2 x 2", ""): dict.fromkeys(("DDP", "ZeRO-2", "FSDP"), "")
+        | {"DP": "needs two GPUs", "ZeRO-3": "no result"},
     }
     shown = first_page(report_of(tmp_path, ddp9=record("ddp", 2, 90))[1])
-    assert "are the fastest, about 1.80 times one device; their repeats overlap" in shown
-    assert "Mind: not safe to rely on: ddp on 1 x 2 (repeats differ by" in shown
+    assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are the fastest, 1.39 to 1.80" in shown
+    assert "Mind: not safe to rely on: DDP on 1 x 2 (repeats differ by" in shown
 
 
 @pytest.mark.parametrize("alone, two", [((90, 110), (85, 105)), ((90, 100, 130), (95, 96))])
@@ -379,7 +381,7 @@ def test_a_gain_has_to_beat_the_repeats(tmp_path, alone, two):
     runs = {f"b{seconds}": record("baseline", 1, seconds) for seconds in alone}
     runs |= {f"d{seconds}": record("ddp", 2, seconds) for seconds in two}
     shown = first_page(report_of(tmp_path, **runs)[1])
-    assert "is faster than one device by more than repeats" in shown and "gain" not in shown
+    assert "show no strategy on several devices to be faster" in shown and "gain" not in shown
 
 
 def test_what_costs_the_most_and_what_is_in_doubt(tmp_path):
@@ -399,9 +401,9 @@ def test_what_costs_the_most_and_what_is_in_doubt(tmp_path):
         d2=record("ddp", 2, 82),
     )
     shown = first_page(text)
-    assert "largest cost besides computing: predicted communication for ddp on 1 x 2 (255" in shown
+    assert "largest cost besides computing: predicted communication for DDP on 1 x 2 (255" in shown
     assert "baseline on 1 x 1 (14 steady steps)" in shown and "measured only once: " in shown
-    assert {row["basis"] for row in rows.values()} == {"training", ""}
+    assert {row["steady_speedup"] for row in rows.values()} == {""}
 
 
 @pytest.mark.parametrize(
@@ -440,7 +442,7 @@ def test_a_report_of_what_is_hardly_known(tmp_path, changes):
     assert "skipped" not in text and "None" not in text
     assert bool(rows) == ("samples_per_second" not in changes)
     for row in rows.values():
-        step, *parts = (float(cell or 0) for cell in row.values())
+        _, _, step, *parts = (float(cell or 0) for cell in row.values())
         assert sum(parts) == pytest.approx(step, abs=0.05), row
 
 
@@ -450,7 +452,7 @@ def pictures_of(folder, **runs):
     with mock.patch.object(pictures.pyplot, "close", figures.append):
         rows, text = report_of(folder, draw=True, **runs)
     pictures.pyplot.close("all")
-    names = re.findall(r"!\[(.*?)\.png\]", text)
+    names = re.findall(r"\]\((.*?)\.svg\)", text)
     return {name: figure.axes[0] for name, figure in zip(names, figures, strict=True)}, rows, text
 
 
@@ -465,19 +467,15 @@ def test_bars_start_at_zero_and_carry_their_values_and_the_ideal(tmp_path):
         one=record("ddp", 1, 120),
         zero3=record("zero3", 2, 200),
     )
-    for name, column, form in (
-        ("time", "seconds", "{:,.2f}"),
-        ("speedup", "speedup", "{:.2f}"),
-        ("efficiency", "efficiency", "{:.0%}"),
-    ):
+    for name, column, form in (("time", "seconds", "{:,.2f}"), ("speedup", "speedup", "{:.2f}")):
         values = [float(row[column]) for row in rows.values()]
         assert [bar.get_width() for bar in axes[name].patches] == values
         assert [text.get_text() for text in axes[name].texts] == [*map(form.format, values)]
         assert [text.get_text() for text in axes[name].get_yticklabels()] == [
             "baseline, 1 x 1",
-            "ddp, 1 x 2",
-            "ddp, 1 x 1",
-            "zero3, 1 x 2",
+            "DDP, 1 x 2",
+            "DDP, 1 x 1",
+            "ZeRO-3, 1 x 2",
         ]
     marks = {marks.get_label()[:5]: marks for marks in axes["speedup"].collections}
     assert [set(tick[:, 0]) for tick in marks["ideal"].get_segments()] == [{2}] * 2
@@ -494,13 +492,14 @@ def test_bars_start_at_zero_and_carry_their_values_and_the_ideal(tmp_path):
         assert axes[name].get_xlabel() == over
     for drawn in axes.values():
         assert drawn.get_xlim()[0] <= 0 and re.search("^lstm-64\n.*better", drawn.get_title())
-    assert "\n\n![time.png](time.png) ![speedup.png](speedup.png)\n\n# Details" in text
+    assert "\n\n![time](time.svg) ![speedup](speedup.svg)\n\n# Details" in text
 
 
 def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     """From three counts of devices on, by marker and dash; stacked parts differ in hatching."""
     _, markers, dashes = zip(*pictures.STYLES.values(), strict=True)
-    assert set(pictures.STYLES) == {path.stem for path in ROOT.glob("accelerate_configs/*.yaml")}
+    rungs = {path.stem for path in ROOT.glob("accelerate_configs/*.yaml")} | {"hsdp"}
+    assert set(pictures.STYLES) == rungs == set(comparing.STRATEGIES)
     assert len(set(markers)) == len(set(map(str, dashes))) == len(pictures.STYLES)
     assert len(set(pictures.SHADES)) == len(pictures.SHADES) == len(splitting.PARTS)
     kinds = {
@@ -523,9 +522,9 @@ def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     }
     assert lines.pop("ideal")[2] == [1, 2, 4] and lines == {
         "baseline": ("o", 5, [1]),
-        "fsdp": ("^", 5, [1, 2, 4]),
-        "fsdp_keep": ("<", 5, [1, 2, 4]),
-        "fsdp, recomputing": ("^", 9, [1, 2, 4]),
+        "FSDP": ("^", 5, [1, 2, 4]),
+        "FSDP keep": ("<", 5, [1, 2, 4]),
+        "FSDP, recomputing": ("^", 9, [1, 2, 4]),
     }
     assert len(axes["speedup"].collections) == 4  # a band of the repeats for each
 
@@ -552,7 +551,7 @@ def test_prediction_beside_measurement(tmp_path):
     below, above = 1 + prediction.BELOW, 1 + prediction.ABOVE
     busy = below + 0.25 * prediction.BELOW_BUSY, above + 0.25 * prediction.ABOVE_BUSY
     shown = rows_in(text, "miss")
-    assert [*shown[("ddp", "1 x 2")].values()] == [
+    assert [*shown[("ddp", "1 x 2")].values()][2:] == [
         "625.00",
         "880.00",
         f"{880 / below:.2f}",
@@ -560,7 +559,7 @@ def test_prediction_beside_measurement(tmp_path):
         "1000.00",
         "-12%",
     ]
-    assert [*shown[("fsdp", "1 x 2")].values()] == [
+    assert [*shown[("fsdp", "1 x 2")].values()][2:] == [
         "750.00",
         "1010.00",
         f"{1010 / busy[0]:.2f}",
@@ -576,10 +575,11 @@ def test_prediction_beside_measurement(tmp_path):
         "62%",
         f"{625 / high:.0%}-{min(1, 625 / low):.0%}",
     ]
-    assert "by at most 12% (ddp on 1 x 2: too short)" in text
-    assert [float(rows["ddp"][name]) for name in splitting.PREDICTED] == pytest.approx(
-        [0.88, 0.88 / below, 0.88 * above]
-    )
+    assert "by at most 12% (DDP on 1 x 2: too short)" in text
+    names = ("predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds")
+    found = [float(rows["ddp"][name]) for name in names]
+    assert found == pytest.approx([0.88, 0.88 / below, 0.88 * above])
+    assert text.count("fitted to runs on CPUs over gloo") == 2
 
 
 def test_a_prediction_keeps_to_its_link_its_variant_and_its_padding(tmp_path):
@@ -615,6 +615,8 @@ def test_the_parts_of_a_step_add_up(tmp_path):
     # 1250 = 625 baseline + 125 bookkeeping + 255 communication + (80 - 72) / 80 waiting
     # + 50 loading + 250 start - 155
     assert parts[("ddp", "1 x 2")] == {
+        "batch per device": "32",
+        "global batch": "64",
         "step": "1250.00",
         "computing": "625.00",
         "bookkeeping": "125.00",
@@ -624,9 +626,10 @@ def test_the_parts_of_a_step_add_up(tmp_path):
         "start": "250.00",
         "unexplained": "-155.00",
     }
-    assert [*parts[("baseline", "1 x 1")].values()] == ["625.00", "625.00", *[""] * 4, "0.00", ""]
-    row = records.read_record(tmp_path / "ddp" / "run.json", tmp_path)
-    assert row["loss_history"] == [[1, 2.3, 21], [2, 2.1, 22]]  # the start before the first step
+    alone = ["625.00", "625.00", *[""] * 4, "0.00", ""]
+    assert [*parts[("baseline", "1 x 1")].values()][2:] == alone
+    run = records.read_record(tmp_path / "ddp" / "run.json", tmp_path)
+    assert run.losses == [(1, 2.3, 21), (2, 2.1, 22)]  # the start before the first step
     traces = tmp_path / "traced" / "traces"
     traces.mkdir(parents=True)
     for rank, communicated in ((0, 20), (1, 40)):
@@ -718,4 +721,4 @@ def test_mfu_by_hand():
         ("NVIDIA H200", {"precision": "fp8"}, None),
     ):
         expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
-        assert comparing.flops_utilization(row | {"device_name": name} | changes) == expected
+        assert peaks.flops_utilization(row | {"device_name": name} | changes) == expected
