@@ -12,14 +12,13 @@ sbatch/check.py measured (check.json). reporting/ does the work.
 """
 
 import argparse
-import csv
 import os
 import sys
 from pathlib import Path
 
 from planning.facts import UNREADABLE
 from planning.links import link_of, read_link
-from reporting.comparing import Cell, find_workloads
+from reporting.comparing import find_workloads
 from reporting.formulas import hold_cells
 from reporting.page import (
     KINDS,
@@ -33,6 +32,7 @@ from reporting.page import (
 from reporting.pictures import plot_work
 from reporting.records import find_files, read_runs, unpack
 from reporting.splitting import links_near, predict_cell, read_traces, shares_traced, split_step
+from reporting.tables import write_csv
 from reporting.times import read_times
 
 
@@ -192,50 +192,6 @@ def describe_workload(workload, traces, args, suffix):
     files = plot_work(workload, splits, held, args.output_dir, suffix)
     back = details(workload, splits, held, links, args.predict, files)
     return list(first_page(workload, splits, files)), list(back)
-
-
-def write_csv(path, cells):
-    """A row with plain numbers for each cell; what is not known is blank."""
-    rows = [row_of(cell) for cell in cells]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0] if rows else ["strategy"])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def row_of(cell: Cell):
-    """A cell as plain numbers and texts."""
-    row = cell.row()
-    del row["tensors"]
-    predicted = cell.prediction
-    return row | {
-        "run": cell.median.name,
-        "log": cell.median.log,
-        "repeats": len(cell.runs),
-        "fastest": cell.fastest,
-        "slowest": cell.slowest,
-        "spread": cell.spread,
-        "step_seconds": cell.step_seconds,
-        "steady_steps": cell.steady_steps,
-        "mfu": cell.mfu,
-        "fixed": cell.fixed,
-        **compared("", cell.comparison),
-        **compared("weak_", cell.weak),
-        **compared("strong_", cell.strong),
-        "predicted_step_seconds": predicted and predicted.seconds,
-        "predicted_from_seconds": predicted and predicted.low,
-        "predicted_to_seconds": predicted and predicted.high,
-        "miss": predicted and predicted.miss,
-    }
-
-
-def compared(kind, comparison):
-    """The columns of a comparison; `kind` comes before their names."""
-    names = {"speedup": "speedup", "efficiency": "efficiency", "steady": "steady_speedup"}
-    return {
-        kind + column: getattr(comparison, name) if comparison else None
-        for name, column in names.items()
-    }
 
 
 def main():

@@ -274,6 +274,7 @@ def find_workloads(runs: list[Run]) -> list[Workload]:
     found = []
     for work, settings in groups.items():
         cells = [make_cell(work, setting, repeats) for setting, repeats in settings.items()]
+        cells.sort(key=order_of)
         places = {(cell.setting.strategy, cell.setting.shape) for cell in cells}
         lost = [
             run
@@ -287,6 +288,14 @@ def find_workloads(runs: list[Run]) -> list[Workload]:
         for cell in cells:
             compare(cell, found[-1])
     return found
+
+
+def order_of(cell: Cell) -> tuple[int, str, int, int, int]:
+    """Where a cell stands in tables: by strategy, devices, nodes and batch."""
+    setting, names = cell.setting, list(STRATEGIES)
+    place = names.index(setting.strategy) if setting.strategy in names else len(names)
+    batch = setting.global_batch_size or 0
+    return place, setting.strategy, setting.devices, setting.nodes, batch
 
 
 def compare(cell: Cell, workload: Workload) -> None:

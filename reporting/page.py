@@ -111,7 +111,7 @@ def group_by(cells: Iterable[Cell], key: Any) -> dict[Any, list[Cell]]:
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(key(cell), []).append(cell)
-    return groups
+    return dict(sorted(groups.items(), key=lambda group: group[0] or 0))
 
 
 def shape_tables(

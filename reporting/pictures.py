@@ -81,10 +81,10 @@ def most_telling(cells: list[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell in kept]
 
 
-def name_rest(figure: Any, left: int) -> None:
-    """Say below a picture how much of the table it leaves out."""
-    if left > 0:
-        figure.supxlabel(f"{left} more in the table under Details", fontsize=9, color="0.3")
+def add_legend(figure: Any, columns: int, left: int) -> None:
+    """A legend below the axes, which says how much of the table the picture leaves out."""
+    title = f"{left} more in the table under Details" if left > 0 else None
+    figure.legend(loc="outside lower center", ncols=columns, title=title, title_fontsize=9)
 
 
 def plot_work(
@@ -143,7 +143,8 @@ def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
     """
     kept = most_telling([cell for cell, *_ in bars])
     left, bars = len(bars) - len(kept), [bar for bar in bars if bar[0] in kept]
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.6 + 0.34 * len(bars)), layout="constrained")
+    height = 0.5 if any(cell.apart for cell in kept) else 0.34  # names of two lines, or of one
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.6 + height * len(bars)), layout="constrained")
     places, values = range(len(bars)), [value for _, value, *_ in bars]
     colors = [style_of(cell)[0] for cell in kept]
     axes.barh(places, values, color=colors, alpha=0.75, height=0.7)
@@ -170,20 +171,18 @@ def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
         axes.axvline(1, color="0.4", linewidth=1, linestyle=":", label="1: one device")
         ends += [cell.devices for cell in kept]
     axes.set_xlim(0, 1.05 * max(ends))
-    finish_bars(figure, axes, kept, title)
+    finish_bars(figure, axes, kept, title, left)
     write_numbers(axes, places, values, form)
-    name_rest(figure, left)
     return figure
 
 
-def finish_bars(figure: Any, axes: Any, cells: list[Cell], title: str) -> None:
+def finish_bars(figure: Any, axes: Any, cells: list[Cell], title: str, left: int) -> None:
     """The names of the cells, ticks, title and legend."""
     axes.set_yticks(range(len(cells)), [name_on_axis(cell) for cell in cells])
     axes.invert_yaxis()
     axes.set_title(title)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=1 + (len(axes.containers) > 1))
+    add_legend(figure, 2 if len(axes.containers) > 1 else 1, left)
 
 
 def name_on_axis(cell: Cell) -> str:
@@ -205,56 +204,61 @@ def write_numbers(axes: Any, places: Any, values: Sequence[float | None], form: 
 
 
 def group_lines(bars: list[Bar]) -> dict[str, list[Bar]]:
-    """The points of each line, by its name: a strategy and batch, on one node or on several."""
+    """The points of each line, by its name: a strategy and its batch."""
     batches = {cell.setting.batch_per_device for cell, *_ in bars}
     lines: dict[str, list[Bar]] = {}
-    for bar in bars:
-        cell = bar[0]
-        batch = f", {cell.batch}" if len(batches) > 1 else ""
-        several = ", several nodes" if cell.setting.nodes > 1 else ""
-        lines.setdefault(f"{cell.short}{batch}{several}", []).append(bar)
+    for bar in sorted(bars, key=lambda bar: (bar[0].devices, bar[0].setting.nodes)):
+        batch = f", {bar[0].batch}" if len(batches) > 1 else ""
+        lines.setdefault(f"{bar[0].short}{batch}", []).append(bar)
     return lines
+
+
+def rank_line(points: list[Bar]) -> tuple[bool, int, float]:
+    """Baselines come first, then lines that reach the most devices, and of these the best."""
+    last = points[-1][0]
+    return not last.is_baseline, -last.devices, last.seconds
 
 
 def plot_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
     """A line for each strategy and batch over the devices: filled markers on one node, hollow ones
-    on several nodes; repeats as a band.
+    on several nodes; repeats as a band. Of several shapes with as many devices, the line takes that
+    with the fewest nodes.
     """
     lines = group_lines(bars)
-
-    def rank(name: str) -> tuple[int, float]:
-        """Lines that reach the most devices come first, and of these the best."""
-        cell = max((bar[0] for bar in lines[name]), key=lambda cell: cell.devices)
-        return -cell.devices, cell.seconds
-
-    kept = sorted(lines, key=rank)[:MOST]
-    drawn = {name: sorted(lines[name], key=lambda bar: bar[0].devices) for name in lines}
+    telling = sorted(lines, key=lambda name: rank_line(lines[name]))[:MOST]
+    kept = {name: points for name, points in lines.items() if name in telling}
+    columns = 2 if max(map(len, kept)) < 24 else 1
     figure, axes = pyplot.subplots(
-        figsize=(WIDTH, 3.4 + 0.22 * math.ceil(len(kept) / 2)), layout="constrained"
+        figsize=(WIDTH, 3.4 + 0.22 * math.ceil(len(kept) / columns)), layout="constrained"
     )
-    for name in [name for name in drawn if name in kept]:
-        points = drawn[name]
-        color, marker, line, size = style_of(points[0][0])
-        counts = [cell.devices for cell, *_ in points]
-        hollow = points[0][0].setting.nodes > 1
-        axes.plot(
-            counts,
-            [value for _, value, *_ in points],
-            color=color,
-            marker=marker,
-            linewidth=1.2,
-            linestyle=line,
-            markersize=size,
-            label=name,
-            fillstyle="none" if hollow else "full",
-        )
-        lows, highs = [low for *_, low, _ in points], [high for *_, high in points]
-        axes.fill_between(counts, lows, highs, color=color, alpha=0.2, linewidth=0)
-    finish_lines(axes, [bar for name in kept for bar in drawn[name]], ideal)
-    axes.set(xlabel="devices", title=title)
-    figure.legend(loc="outside lower center", ncols=2)
-    name_rest(figure, len(lines) - len(kept))
+    batches = sorted({bar[0].setting.batch_per_device or 0 for bar in bars})
+    for name, points in kept.items():
+        thicker = batches.index(points[0][0].setting.batch_per_device or 0)
+        draw_line(axes, name, points, 1.2 + thicker)
+    finish_lines(axes, [bar for points in kept.values() for bar in points], ideal)
+    hollow = any(bar[0].setting.nodes > 1 for bar in bars)
+    axes.set(xlabel="devices (hollow: several nodes)" if hollow else "devices", title=title)
+    add_legend(figure, columns, len(lines) - len(kept))
     return figure
+
+
+def draw_line(axes: Any, name: str, points: list[Bar], width: float) -> None:
+    """One strategy; `points` are in the order of devices and nodes. A thicker line is of a larger
+    batch.
+    """
+    color, marker, line, size = style_of(points[0][0])
+    line_points = {bar[0].devices: bar for bar in reversed(points)}
+    on_line = [line_points[count] for count in sorted(line_points)]
+    counts, values = [bar[0].devices for bar in on_line], [bar[1] for bar in on_line]
+    shape = {"color": color, "marker": marker, "markersize": size}
+    whole = on_line[0][0].setting.nodes == 1
+    fill = "full" if whole else "none"
+    axes.plot(counts, values, linewidth=width, linestyle=line, label=name, fillstyle=fill, **shape)
+    for cell, value, *_ in points:
+        if whole and cell.setting.nodes > 1:
+            axes.plot(cell.devices, value, linestyle="", markerfacecolor="white", **shape)
+    lows, highs = [low for *_, low, _ in on_line], [high for *_, high in on_line]
+    axes.fill_between(counts, lows, highs, color=color, alpha=0.2, linewidth=0)
 
 
 def finish_lines(axes: Any, bars: list[Bar], ideal: bool) -> None:
@@ -262,16 +266,16 @@ def finish_lines(axes: Any, bars: list[Bar], ideal: bool) -> None:
     counts = sorted({cell.devices for cell, *_ in bars})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, counts)
-    axes.minorticks_off()
-    if not ideal:
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-        return
-    axes.plot(counts, counts, color="0.6", linewidth=1, label="ideal", zorder=0)
-    axes.set_yscale("log", base=2)  # on two logarithmic axes the ideal is a straight line
-    axes.set_yticks([2.0**power for power in range(-8, 12)])
     lowest, highest = min(low for *_, low, _ in bars), max(high for *_, high in bars)
-    axes.set_ylim(0.8 * min(1, lowest), 1.25 * max(counts[-1], highest))
+    if ideal:
+        axes.plot(counts, counts, color="0.6", linewidth=1, label="ideal", zorder=0)
+        lowest, highest = min(1, lowest), max(counts[-1], highest)
+    axes.set_yscale("log", base=2)  # on two logarithmic axes the ideal is a straight line
+    powers = range(math.floor(math.log2(0.8 * lowest)), math.ceil(math.log2(1.25 * highest)) + 1)
+    axes.set_yticks([2.0**power for power in powers])
+    axes.set_ylim(0.8 * lowest, 1.25 * highest)
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 def plot_steps(splits: list[Split]) -> Any:
@@ -334,10 +338,9 @@ def plot_parts(
     widths = [value or 0.0 for value in measured]
     axes.barh(below, widths, height=0.3, color="white", edgecolor="black", label=name_known)
     axes.set_xlim(0, 1.05 * max([*right, *widths]))
-    finish_bars(figure, axes, kept, title)
+    finish_bars(figure, axes, kept, title, left)
     write_numbers(axes, places, [*right], form)
     write_numbers(axes, below, measured, form)
-    name_rest(figure, left)
     return figure
 
 
@@ -379,6 +382,5 @@ def plot_losses(workload: Workload, over: str) -> Any:
         )
     axes.set(xlabel=over, title="training loss (less is better)")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
-    figure.legend(loc="outside lower center", ncols=2 if len(cells) > 3 else 1, fontsize=8)
-    name_rest(figure, len(known) - len(cells))
+    add_legend(figure, 2 if len(cells) > 3 else 1, len(known) - len(cells))
     return figure

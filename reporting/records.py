@@ -103,9 +103,20 @@ def explain(problem: Exception) -> str:
 
 def read_record(path: Path, folder: Path) -> Run:
     """One run.json as a Run. Raises an error of UNREADABLE if it is none."""
+    return make_run(parse(path), path, folder)
+
+
+def parse(path: Path) -> Record:
     record = Record.model_validate_json(path.read_bytes())
     if record.status not in STATUS:
         raise ValueError(f"status: {record.status!r} is not known")
+    if record.devices % record.nodes:
+        raise ValueError(f"devices: {record.devices} are not as many on each of the nodes")
+    return record
+
+
+def make_run(record: Record, path: Path, folder: Path) -> Run:
+    """A record as a Run. Raises ValueError if it has no times."""
     problem, log = STATUS[record.status], find_log(path, record, folder)
     if log and record.status == "running":
         problem += f": see {log}"
@@ -259,13 +270,14 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     originals: dict[str, Path] = {}
     for path in paths:
         try:
-            run = read_record(path, folder)
+            record = parse(path)
+            run = make_run(record, path, folder)
         except UNREADABLE as problem:
             notes.append(
                 f"skipped {os.path.relpath(path, folder)}: no run record ({explain(problem)})"
             )
             continue
-        content = Record.model_validate_json(path.read_bytes()).model_dump_json()
+        content = record.model_dump_json()
         if content in originals:
             notes.append(
                 f"skipped {os.path.relpath(path, folder)}: a copy of "

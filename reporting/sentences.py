@@ -167,7 +167,7 @@ def say_margin(workload: Workload) -> str | None:
     repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return (
         f"The cells have {repeats} repeats. Two of them have to differ by at least "
-        f"{noise.margin():.0%} before this report calls one faster (Tukey's test over all cells; "
+        f"{noise.margin():.1%} before this report calls one faster (Tukey's test over all cells; "
         "of cells that are equally fast, it calls some different in 5 % of the reports)."
     )
 

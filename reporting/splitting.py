@@ -27,6 +27,9 @@ PARTS = [
     "unexplained",
 ]
 
+# The columns of report.csv that a prediction has.
+PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds"]
+
 Spans = Sequence[tuple[float, float]]  # (start, end) of each
 
 

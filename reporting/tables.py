@@ -1,10 +1,13 @@
-"""Tables as Markdown, and numbers as the report shows them."""
+"""Tables as Markdown and as CSV, and numbers as the report shows them."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from reporting.comparing import Cell
+from reporting.comparing import Cell, Comparison
+from reporting.splitting import PREDICTED
 
 Rows = list[dict[str, Any]]
 
@@ -48,4 +51,46 @@ def name_cell(cell: Cell) -> dict[str, Any]:
         "nodes x devices": setting.shape,
         "batch per device": f"{batch} x {times}" if times > 1 else batch,
         "global batch": setting.global_batch_size,
+    }
+
+
+def write_csv(path: Path, cells: list[Cell]) -> None:
+    """A row with plain numbers for each cell; what is not known is blank."""
+    rows = [plain_row(cell) for cell in cells]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0] if rows else ["strategy"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plain_row(cell: Cell) -> dict[str, Any]:
+    """A cell as plain numbers and texts."""
+    row = cell.row()
+    del row["tensors"]
+    found = cell.prediction
+    forecast = [found.seconds, found.low, found.high, found.miss] if found else [None] * 4
+    return row | {
+        "run": cell.median.name,
+        "log": cell.median.log,
+        "repeats": len(cell.runs),
+        "fastest": cell.fastest,
+        "slowest": cell.slowest,
+        "spread": cell.spread,
+        "step_seconds": cell.step_seconds,
+        "steady_steps": cell.steady_steps,
+        "mfu": cell.mfu,
+        "fixed": cell.fixed,
+        **compared("", cell.comparison),
+        **compared("weak_", cell.weak),
+        **compared("strong_", cell.strong),
+        **dict(zip([*PREDICTED, "miss"], forecast, strict=True)),
+    }
+
+
+def compared(kind: str, comparison: Comparison | None) -> dict[str, Any]:
+    """The columns of a comparison; `kind` comes before their names."""
+    names = {"speedup": "speedup", "efficiency": "efficiency", "steady": "steady_speedup"}
+    return {
+        kind + column: getattr(comparison, name) if comparison else None
+        for name, column in names.items()
     }
