@@ -290,12 +290,13 @@ def find_workloads(runs: list[Run]) -> list[Workload]:
     return found
 
 
-def order_of(cell: Cell) -> tuple[int, str, int, int, int]:
+def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
     """Where a cell stands in tables: by strategy, devices, nodes and batch."""
     setting, names = cell.setting, list(STRATEGIES)
     place = names.index(setting.strategy) if setting.strategy in names else len(names)
     batch = setting.global_batch_size or 0
-    return place, setting.strategy, setting.devices, setting.nodes, batch
+    again = setting.activation_checkpointing
+    return place, setting.strategy, again, setting.devices, setting.nodes, batch
 
 
 def compare(cell: Cell, workload: Workload) -> None:

@@ -51,17 +51,13 @@ def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
         "learning_rate": devices / 100,
         "precision": "no",
     } | changes.pop("work", {})
+    measured = {"real": 118.544, "sys": 3.25}
     ranks = [
-        {
-            "rank": rank,
-            "host": f"n{rank}",
-            "real": 118.544,
-            "user": float(next(NUMBERS)),  # or a record is the copy of another one
-            "sys": 3.25,
-            "peak_memory_mb": 500 + rank,
-        }
+        measured | {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
         for rank in range(devices)
     ]
+    for rank in ranks:
+        rank["user"] = float(next(NUMBERS))  # or a record is the copy of another one
     return {
         "script": "train_mnist_rnn.py",
         "strategy": strategy,
@@ -109,6 +105,11 @@ def rows_in(text, column):
     return {}
 
 
+def cells_of(row):
+    """What a row of Details has beside its strategy, shape, batch and global batch."""
+    return [*row.values()][2:]
+
+
 def first_page(text):
     """The sentences of a report's only workload: at most five."""
     shown = text.split("\n\n")[2]
@@ -141,11 +142,11 @@ def test_medians_speedups_and_the_median_run(tmp_path):
         d1=record("ddp", 2, 55, 2, work={"compute_dtype": "no"}),
     )  # as without it
     assert list(rows) == ["b2", "d2"] and "1m58.544s" in text
-    shown = [*rows_in(text, "median run")[("ddp", "2 x 1")].values()]
-    assert shown[:8] == ["32", "64", "3", "750.00", "85.3", "60.00", "55.00-80.00", "70.0"]
-    assert shown[8:] == ["501", "repeats differ by 42%", "d2", "d2.log"]
-    shown = [*rows_in(text, "sure")[("ddp", "2 x 1")].values()]
-    assert shown[2:] == ["100.00", "60.00", "1.67", "1.25-1.82", "83%", "1.67", "faster"]
+    shown = cells_of(rows_in(text, "median run")["ddp", "2 x 1"])
+    assert shown[:6] == "3 750.00 85.3 60.00 55.00-80.00 70.0".split()
+    assert shown[6:] == ["501", "repeats differ by 42%", "d2", "d2.log"]
+    shown = cells_of(rows_in(text, "sure")["ddp", "2 x 1"])
+    assert shown == "100.00 60.00 1.67 1.25-1.82 83% 1.67 faster".split()
 
 
 @pytest.mark.parametrize(
@@ -215,24 +216,22 @@ def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     of the first page are those of all steps.
     """
     again = {"gradient_accumulation_steps": 4, "steps": 160, "global_batch_size": 32}
-    steady = {"samples_per_second": 5120 / 30}
+    sizes = [{"dp_replicate_size": number, "dp_shard_size": 2} for number in (2, 1)]
     runs = {
-        "slow": lambda more: record("baseline", 1, 200 + more, batch=8, **again),
-        "base": lambda more: record("baseline", 1, 100.22 + more, steps=160),
-        "small": lambda more: record("baseline", 1, 400 + more, batch=8),
-        "strong": lambda more: record("ddp", 2, 60 + more, batch=16, **steady),
-        "weak": lambda more: record("ddp", 2, 50 + more, batch=32, samples_per_second=5120 / 26),
-        "little": lambda more: record("fsdp", 2, 75.2 + more, batch=8),
-        "zero1": lambda more: record("zero1", 2, 70 + more),
-        "hsdp": lambda more: record(
-            "hsdp", 4, 70 + more, strategy_options={"dp_replicate_size": 2, "dp_shard_size": 2}
-        ),
-        "other": lambda more: record(
-            "hsdp", 2, 71 + more, strategy_options={"dp_replicate_size": 1, "dp_shard_size": 2}
-        ),
+        "slow": ("baseline", 1, 200, 8, again),
+        "base": ("baseline", 1, 100.22, 32, {}),
+        "small": ("baseline", 1, 400, 8, {}),
+        "strong": ("ddp", 2, 60, 16, {"samples_per_second": 5120 / 30}),
+        "weak": ("ddp", 2, 50, 32, {"samples_per_second": 5120 / 26}),
+        "little": ("fsdp", 2, 75.2, 8, {}),
+        "zero": ("zero1", 2, 70, 32, {}),
+        "hsdp": ("hsdp", 4, 70, 32, {"strategy_options": sizes[0]}),
+        "other": ("hsdp", 2, 71, 32, {"strategy_options": sizes[1]}),
     }
     records = {
-        f"{name}{more}": make(more / 10) for name, make in runs.items() for more in (-1, 0, 1)
+        f"{name}{more}": record(strategy, devices, seconds + more / 10, batch=batch, **changes)
+        for name, (strategy, devices, seconds, batch, changes) in runs.items()
+        for more in (-1, 0, 1)
     }
     rows, text = report_of(tmp_path, **records)
     found = {
@@ -280,7 +279,7 @@ def test_claims_are_false_in_five_percent_of_reports_at_most(repeats):
     """Four strategies and a baseline that are equally fast, with 3 % of noise; and of a strategy
     that takes half of the time nearly every report says so.
     """
-    random, count, claims = numpy.random.default_rng(1), 1000, {"equal": 0, "faster": 0}
+    random, count, claims = numpy.random.default_rng(1), 400, {"equal": 0, "faster": 0}
     names = ("baseline", "ddp", "fsdp", "zero2", "zero3")
     for _ in range(count):
         for kind, ddp in (("equal", 100), ("faster", 50)):
@@ -440,7 +439,7 @@ def test_a_wrong_type_in_a_record_skips_this_record(tmp_path):
         (tmp_path / f"{number}" / "run.json").write_text(json.dumps(content))
     rows, text = report_of(tmp_path, good=good, base=record("baseline"))
     skipped = re.findall(r"skipped (\d+)/run.json: no run record \(([\w.]+): (.*)\)", text)
-    assert "base" in rows and len(places) * len(wrong) > 450 and len(skipped) > 400
+    assert "base" in rows and text.count("/run.json: no run record") > 380
     number = places.index(("seconds", "train")) * len(wrong) + 1
     assert (str(number), "seconds.train", "Input should be a valid number") in skipped
 
@@ -539,7 +538,7 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
         "trains in 100.00 s",
         "The fastest is DDP on 1 x 2, 1.82 times as fast",
         "29% faster than FSDP on 1 x 2.",
-        "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 gain",
+        "DDP on 1 x 2, ZeRO-2 on 1 x 2 and FSDP on 1 x 2 gain",
         "ZeRO-3 on 1 x 2 is slower than one device",
         "Mind: no result of ZeRO-3 on 2 x 2.",
     ):
@@ -664,7 +663,7 @@ def test_bars_start_at_zero_and_carry_their_values_and_the_ideal(tmp_path):
     assert axes["step"].texts[2].get_text() == "1005.0"
     for over, name in (("samples trained on", "loss"), ("seconds of training", "loss-seconds")):
         assert list(axes[name].lines[0].get_ydata()) == [0.5] * 60  # the means of pieces
-        assert [line.get_linestyle() for line in axes[name].lines] == ["-", "--", "-", "--"]
+        assert [line.get_linestyle() for line in axes[name].lines] == ["-", "-", "--", "--"]
         assert axes[name].get_xlabel() == over
     for drawn in axes.values():
         assert drawn.get_xlim()[0] <= 0 and re.search("^lstm-64\n.*better", drawn.get_title())
@@ -678,30 +677,27 @@ def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     assert set(pictures.STYLES) == rungs == set(comparing.STRATEGIES)
     assert len(set(markers)) == len(set(map(str, dashes))) == len(pictures.STYLES)
     assert len(set(pictures.SHADES)) == len(pictures.SHADES) == len(splitting.PARTS)
-    kinds = {
-        "plain": {},
-        "again": {"activation_checkpointing": True},
-        "keep": {"strategy_options": {"reshard_after_forward": "false"}},
+    keep = {"strategy_options": {"reshard_after_forward": "false"}}
+    kinds = {"plain": {}, "again": {"activation_checkpointing": True}, "keep": keep}
+    records = {
+        f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
+        for name, changes in kinds.items()
+        for devices in (1, 2, 4)
     }
-    axes, _, _ = pictures_of(
-        tmp_path,
-        base=record("baseline"),
-        **{
-            f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
-            for name, changes in kinds.items()
-            for devices in (1, 2, 4)
-        },
-    )
+    records["nodes"] = record("fsdp", 4, 60, nodes=4)
+    axes, _, _ = pictures_of(tmp_path, base=record("baseline"), **records)
     lines = {
         line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
         for line in axes["speedup"].lines
     }
-    assert lines.pop("ideal")[2] == [1, 2, 4] and lines == {
-        "baseline": ("o", 5, [1]),
-        "FSDP": ("^", 5, [1, 2, 4]),
-        "FSDP keep": ("<", 5, [1, 2, 4]),
-        "FSDP, recomputing": ("^", 9, [1, 2, 4]),
-    }
+    assert lines.pop("ideal")[2] == [1, 2, 4] and [*lines.values()] == [
+        ("o", 5, [1]),
+        ("<", 5, [1, 2, 4]),
+        ("^", 5, [1, 2, 4]),
+        ("^", 5, [4]),  # four nodes
+        ("^", 9, [1, 2, 4]),
+    ]
+    assert {"baseline", "FSDP keep", "FSDP", "FSDP, recomputing"} < set(lines)
     assert len(axes["speedup"].collections) == 4  # a band of the repeats for each
 
 
@@ -788,56 +784,38 @@ def test_prediction_beside_measurement(tmp_path):
     below, above = 1 + prediction.BELOW, 1 + prediction.ABOVE
     busy = below + 0.25 * prediction.BELOW_BUSY, above + 0.25 * prediction.ABOVE_BUSY
     shown = rows_in(text, "miss")
-    assert [*shown[("ddp", "1 x 2")].values()][2:] == [
-        "625.00",
-        "880.00",
-        f"{880 / below:.2f}",
-        f"{880 * above:.2f}",
-        "1000.00",
-        "-12%",
-    ]
-    assert [*shown[("fsdp", "1 x 2")].values()][2:] == [
-        "750.00",
-        "1010.00",
-        f"{1010 / busy[0]:.2f}",
-        f"{1010 * busy[1]:.2f}",
-        "1125.00",
-        "-10%",
-    ]
+    ends = f"{880 / below:.2f} {880 * above:.2f}", f"{1010 / busy[0]:.2f} {1010 * busy[1]:.2f}"
+    assert cells_of(shown["ddp", "1 x 2"]) == f"625.00 880.00 {ends[0]} 1000.00 -12%".split()
+    assert cells_of(shown["fsdp", "1 x 2"]) == f"750.00 1010.00 {ends[1]} 1125.00 -10%".split()
     # At 4 devices 3 hops of 5 ms, or 2 through a tree, and 6,000 bytes; and a doubling more.
     low, high = 1010 / below**2, 1015 * above**2
-    assert [*rows_in(text, "efficiency, predicted")[("ddp", "4")].values()] == [
-        "1015.00",
-        f"{low:.2f}-{high:.2f}",
-        "62%",
-        f"{625 / high:.0%}-{min(1, 625 / low):.0%}",
-    ]
+    efficiencies = f"62% {625 / high:.0%}-{min(1, 625 / low):.0%}"
+    shown = rows_in(text, "efficiency, predicted")["ddp", "4"].values()
+    assert [*shown] == f"1015.00 {low:.2f}-{high:.2f} {efficiencies}".split()
     assert "by at most 12% (DDP on 1 x 2: too short)" in text
-    names = ("predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds")
-    found = [float(rows["ddp"][name]) for name in names]
+    found = [float(rows["ddp"][name]) for name in splitting.PREDICTED]
     assert found == pytest.approx([0.88, 0.88 / below, 0.88 * above])
     assert text.count("fitted to runs on CPUs over gloo") == 2
 
 
 def test_a_prediction_keeps_to_its_link_its_variant_and_its_padding(tmp_path):
-    """The median of repeated checks; and a step with longer windows from a longer step."""
+    """The median of repeated checks, but of no other sweep's; a step with longer windows from a
+    longer step.
+    """
     for number, latency in enumerate((0.0, 0.075, 9.0)):
-        check(tmp_path / f"check-1x2-r{number}", latency)
-    check(tmp_path / "far-check", 0.2, nodes=2)
+        check(tmp_path / f"a/check-1x2-r{number}", latency)
+    check(tmp_path / "b/check-1x2-r1", 0.5)
+    check(tmp_path / "a/far-check", 0.2, nodes=2)
     text = {"tokens": 4500, "padding_share": 0.1, "steps": 80}
     longer = text | {"padding_share": 0.181818, "steps": 40}
-    rows, _ = report_of(
-        tmp_path,
-        base=record("baseline"),
-        one=record("ddp", 1, 100, **text),
-        near=record("ddp", 2, 80, **longer),
-        far=record("ddp", 2, 90, nodes=2, **longer),
-        again=record("ddp", 2, 95, activation_checkpointing=True),
-    )
+    again = record("ddp", 2, 95, activation_checkpointing=True)
+    runs = {"one": record("ddp", 1, 100, **text), "near": record("ddp", 2, 80, **longer)}
+    runs |= {"far": record("ddp", 2, 90, nodes=2, **longer), "again": again}
+    rows, _ = report_of(tmp_path, **{f"a/{name}": run for name, run in runs.items()})
     found = {run: row["predicted_step_seconds"] for run, row in rows.items()}
     alone = 0.625 * (4500 / (1 - 0.181818) / 40 / 2) / (4500 / 0.9 / 80)
-    assert float(found["near"]) == pytest.approx(alone + 0.075 + 0.25)
-    assert float(found["far"]) == pytest.approx(alone + 0.2 + 0.25) and found["again"] == ""
+    assert float(found["a/near"]) == pytest.approx(alone + 0.075 + 0.25)
+    assert float(found["a/far"]) == pytest.approx(alone + 0.2 + 0.25) and found["a/again"] == ""
 
 
 def test_the_parts_of_a_step_add_up(tmp_path):
@@ -851,20 +829,10 @@ def test_the_parts_of_a_step_add_up(tmp_path):
     parts = rows_in(report_of(tmp_path, **runs)[1], "unexplained")
     # 1250 = 625 baseline + 125 bookkeeping + 255 communication + (80 - 72) / 80 waiting
     # + 50 loading + 250 start - 155
-    assert parts[("ddp", "1 x 2")] == {
-        "batch per device": "32",
-        "global batch": "64",
-        "step": "1250.00",
-        "computing": "625.00",
-        "bookkeeping": "125.00",
-        "predicted communication": "255.00",
-        "waiting": "100.00",
-        "loading": "50.00",
-        "start": "250.00",
-        "unexplained": "-155.00",
-    }
-    alone = ["625.00", "625.00", *[""] * 4, "0.00", ""]
-    assert [*parts[("baseline", "1 x 1")].values()][2:] == alone
+    parts_of_ddp = "1250.00 625.00 125.00 255.00 100.00 50.00 250.00 -155.00".split()
+    assert cells_of(parts["ddp", "1 x 2"]) == parts_of_ddp
+    assert cells_of(parts["baseline", "1 x 1"]) == ["625.00", "625.00", *[""] * 4, "0.00", ""]
+    assert "predicted communication" in parts["ddp", "1 x 2"]
     run = records.read_record(tmp_path / "ddp" / "run.json", tmp_path)
     assert run.losses == [(1, 2.3, 21), (2, 2.1, 22)]  # the start before the first step
     traces = tmp_path / "traced" / "traces"
