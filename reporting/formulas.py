@@ -12,7 +12,7 @@ from planning.memory import hold_by_formula
 from reporting.comparing import Cell, Workload
 from reporting.pictures import ENOUGH, Held, memory_is_known
 from reporting.splitting import find_alone, seconds_alone
-from reporting.tables import Rows, in_ms, name_cell, show, table
+from reporting.tables import Rows, in_ms, name_briefly, show, table
 
 Links = list[dict[str, Any]]
 
@@ -30,7 +30,7 @@ def describe_predictions(workload: Workload) -> Iterator[str]:
         if found:
             alone = seconds_alone(cell, find_alone(cell, workload.cells))
             rows.append(
-                name_cell(cell)
+                name_briefly(cell)
                 | {
                     "step in ms, one device": in_ms(alone),
                     "predicted": in_ms(found.seconds),

@@ -15,7 +15,7 @@ from reporting.pictures import Held
 from reporting.runs import Work
 from reporting.sentences import say_margin, say_missing, say_prediction, sentences
 from reporting.splitting import PARTS, Split, Trace
-from reporting.tables import Rows, as_time_prints, in_ms, name_cell, show, table
+from reporting.tables import Rows, as_time_prints, in_ms, name_briefly, name_cell, show, table
 
 WIDE = 6  # strategies in a table of the first page; more of them make another table
 
@@ -274,7 +274,7 @@ def describe_parts(splits: list[Split]) -> str:
     """Where the time of a step went, as Markdown."""
     rows = []
     for split in splits:
-        row = name_cell(split.cell) | {"step": in_ms(split.step)}
+        row = name_briefly(split.cell) | {"step": in_ms(split.step)}
         rows.append(row | {name: in_ms(split.parts.get(name)) for name in PARTS})
     return (
         "Where the time of a step went, in ms. The parts add up to the mean step, all steps of "

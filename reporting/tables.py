@@ -41,8 +41,14 @@ def as_time_prints(seconds: float) -> str:
     return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
 
 
+def name_briefly(cell: Cell) -> dict[str, Any]:
+    """The columns that tell a cell from those beside it."""
+    apart = f", {cell.apart}" if cell.apart else ""
+    return {"strategy": f"{cell.shown}{apart}", "nodes x devices": cell.setting.shape}
+
+
 def name_cell(cell: Cell) -> dict[str, Any]:
-    """The columns that tell a cell from all others."""
+    """The columns that tell a cell from all others, with its batches."""
     setting = cell.setting
     times = setting.gradient_accumulation_steps or 1
     batch = setting.per_device_batch_size
