@@ -58,7 +58,7 @@ def parse_args():
     add(
         "--output_dir",
         type=Path,
-        help="where report.md, report.csv and the pictures go (default: "
+        help="where report.md, report.html, report.csv and the pictures go (default: "
         "the folder; beside a compressed one; with --times alone, the current folder)",
     )
     add(
@@ -71,27 +71,34 @@ def parse_args():
         "--check",
         type=Path,
         help="the link to predict with: a check.json of sbatch/check.py "
-        "(without: those that lie below the folder), or",
+        "(without: those that lie nearest to each run), or",
     )
     add("--bandwidth", type=float, help="of the link, in GB/s, and")
     add("--latency", type=float, help="of a message between two devices, in microseconds")
     args = parser.parse_args()
     check_args(args, parser.error)
+    complete_args(args, parser.error)
+    return args
+
+
+def complete_args(args, refuse):
+    """Unpack the folder, read the link, and set where the report goes; call `refuse` with what is
+    wrong.
+    """
     if not args.output_dir:
         folder = args.folder or Path(".")
         args.output_dir = folder if folder.is_dir() else folder.parent
     try:
         args.folder = args.folder and unpack(args.folder)
     except ValueError as problem:
-        parser.error(problem)
-    args.links = read_links(args, parser.error)
+        refuse(problem)
+    args.links = read_links(args, refuse)
     measured = args.folder and find_files(args.folder, "check.json")
     if args.predict and not (args.links or measured):
-        parser.error(
+        refuse(
             "--predict needs the link: --check with a check.json of several ranks "
             "(sbatch/check.py leaves it), or --bandwidth and --latency"
         )
-    return args
 
 
 def check_args(args, refuse):

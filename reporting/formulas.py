@@ -121,36 +121,34 @@ def hold_cells(cells: list[Cell]) -> dict[Cell, Held]:
     }
 
 
+def formulas_of(cell: Cell, held: Held) -> dict[str, Any]:
+    """What a rank of a cell sends and holds by formula, and its measured peak, as a row."""
+    setting, parameters = cell.setting, cell.median.model.parameters
+    sent = bytes_sent(setting.strategy, parameters, cell.devices, cell.work.on_cpu)
+    uncounted = setting.strategy.startswith("zero3") and setting.activation_checkpointing
+    plain = cell.work.precision == "no" and setting.gradient_accumulation_steps == 1
+    if uncounted or not plain:
+        sent = None
+    parts = {name: size / 1e6 for name, size in held.items()}
+    total, activations = sum(parts.values()), parts.pop("activations", None)
+    measured = cell.figures.training_memory_mb
+    return {
+        "strategy": cell.shown,
+        "devices": cell.devices,
+        "parameters": show(parameters, "{:,.0f}"),
+        "MB sent per step": None if sent is None else f"{sent / 1e6:,.2f}",
+        "MB of parameters, gradients, Adam": f"{sum(parts.values()):,.2f}" if parts else None,
+        "MB of activations, at most": show(activations, "{:,.2f}"),
+        "MB of training alone": show(measured, "{:,.0f}"),
+        "by formula": f"{total / measured:.0%}" if measured and total else None,
+    }
+
+
 def describe_formulas(cells: list[Cell], held: dict[Cell, Held]) -> str:
     """What each rank of these cells sends and holds by formula, and its measured peak, as
     Markdown.
     """
-    rows = []
-    for cell in cells:
-        setting, parameters = cell.setting, cell.median.model.parameters
-        uncounted = setting.strategy.startswith("zero3") and setting.activation_checkpointing
-        plain = cell.work.precision == "no" and setting.gradient_accumulation_steps == 1
-        sent = bytes_sent(setting.strategy, parameters, cell.devices, cell.work.on_cpu)
-        parts = {name: size / 1e6 for name, size in held.get(cell, {}).items()}
-        activations = parts.pop("activations", None)
-        measured = cell.figures.training_memory_mb
-        total = (sum(parts.values()) if parts else 0) + (activations or 0)
-        rows.append(
-            {
-                "strategy": cell.shown,
-                "devices": cell.devices,
-                "parameters": show(parameters, "{:,.0f}"),
-                "MB sent per step": show(sent and sent / 1e6, "{:,.2f}")
-                if plain and not uncounted
-                else None,
-                "MB of parameters, gradients, Adam": f"{sum(parts.values()):,.2f}"
-                if parts
-                else None,
-                "MB of activations, at most": show(activations, "{:,.2f}"),
-                "MB of training alone": show(measured, "{:,.0f}"),
-                "by formula": f"{total / measured:.0%}" if measured and total else None,
-            }
-        )
+    rows = [formulas_of(cell, held.get(cell, {})) for cell in cells]
     unknown = [cell for cell in cells if not memory_is_known(cell, held.get(cell, {}))]
     why = (
         f" The picture of memory leaves out cells of which the formulas know less than {ENOUGH:.0%}"
