@@ -192,7 +192,7 @@ class Cell:
 @dataclass
 class Noise:
     """How much the times of equal runs differ in one workload: the variance of the logarithms of
-    their seconds, `critical` points of Tukey's test, and the fewest repeats of a cell.
+    their seconds, the `critical` point of Tukey's test, and the most repeats of a cell.
     """
 
     variance: float
@@ -202,7 +202,7 @@ class Noise:
     def margin(self, *cells: Cell) -> float:
         """By how much two cells have to differ, as a fraction: for equal ones, the largest of all
         pairs' differences is larger in FALSE_CLAIMS of the reports (Tukey's honest significant
-        difference, on logarithms). Without cells: what it is at least, with the fewest repeats. A
+        difference, on logarithms). Without cells: what it is at least, with the most repeats. A
         cell that varies more than the rest counts with its own variance.
         """
         counts = [len(cell.runs) for cell in cells] or [self.repeats]
@@ -244,7 +244,7 @@ def measure_noise(cells: list[Cell]) -> Noise | None:
     freedom = sum(len(cell.runs) - 1 for cell in repeated)
     squares = sum(statistics.variance(logs(cell)) * (len(cell.runs) - 1) for cell in repeated)
     critical = critical_point(max(2, len(repeated)), freedom)
-    return Noise(squares / freedom, critical, min(len(cell.runs) for cell in repeated))
+    return Noise(squares / freedom, critical, max(len(cell.runs) for cell in repeated))
 
 
 @functools.cache

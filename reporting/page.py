@@ -315,7 +315,9 @@ p, li, h1, h2 { overflow-wrap: anywhere; }
   .table { overflow: visible; }
   table { font-size: 6.5pt; width: 100%; }
   th, td { white-space: normal; overflow-wrap: anywhere; padding: 1pt 2pt; }
+  img { width: 49%; }
   img, tr { break-inside: avoid; }
+  h1, h2 { break-after: avoid; }
 }
 """
 
