@@ -180,7 +180,8 @@ def describe_workload(workload, traces, args, suffix):
     """The first page and the details of one workload, as two lists of Markdown; its pictures are
     drawn, their names with this suffix.
     """
-    cells, links = workload.cells, {}
+    cells = workload.cells
+    links = {}
     for cell in cells:
         links[cell] = args.links
         if args.links is None:
@@ -195,7 +196,8 @@ def describe_workload(workload, traces, args, suffix):
         )
         for cell in cells
     ]
-    splits, held = [split for split in found if split], hold_cells(cells)
+    splits = [split for split in found if split]
+    held = hold_cells(cells)
     files = plot_work(workload, splits, held, args.output_dir, suffix)
     back = details(workload, splits, held, links, args.predict, files)
     return list(first_page(workload, splits, files)), list(back)

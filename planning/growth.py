@@ -26,7 +26,8 @@ def predict_growth(
     one device, `alone` its step in seconds, and `links` are check.json files. Empty if there is no
     link of this kind of device, or no formula.
     """
-    link, found = find_link(row, links), []
+    link = find_link(row, links)
+    found = []
     counts = {2**power for power in range(1, int(math.log2(most)) + 1)} | {most}
     for devices in sorted(counts) if link else []:
         ring, tree = (predict(alone, row, devices, link, by_tree) for by_tree in (False, True))

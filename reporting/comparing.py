@@ -138,7 +138,8 @@ class Cell:
         """A name for people, with a number for a variant."""
         name = STRATEGIES.get(self.setting.strategy, self.setting.strategy)
         number = f" #{self.number}" if self.number else ""
-        return f"{name}{number}" + ", recomputing" * self.setting.activation_checkpointing
+        again = ", recomputing" if self.setting.activation_checkpointing else ""
+        return f"{name}{number}{again}"
 
     @property
     def label(self) -> str:
@@ -292,7 +293,8 @@ def find_workloads(runs: list[Run]) -> list[Workload]:
 
 def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
     """Where a cell stands in tables: by strategy, devices, nodes and batch."""
-    setting, names = cell.setting, list(STRATEGIES)
+    setting = cell.setting
+    names = list(STRATEGIES)
     place = names.index(setting.strategy) if setting.strategy in names else len(names)
     batch = setting.global_batch_size or 0
     again = setting.activation_checkpointing
@@ -338,7 +340,8 @@ def compare_with(cell: Cell, baselines: list[Cell], workload: Workload) -> Compa
     verdict = ""
     if workload.differ(cell, base):
         verdict = "faster" if cell.seconds < base.seconds else "slower"
-    steady, rates = None, (cell.figures.samples_per_second, base.figures.samples_per_second)
+    steady = None
+    rates = (cell.figures.samples_per_second, base.figures.samples_per_second)
     enough = min(cell.steady_steps or 0, base.steady_steps or 0) >= STEADY_STEPS
     if enough and rates[0] and rates[1]:
         steady = rates[0] / rates[1]

@@ -87,7 +87,8 @@ def describe_growth(
 
 
 def grow(cell: Cell, cells: list[Cell], links: list[dict[str, Any]], most: int) -> Rows:
-    base, rows = find_alone(cell, cells, baseline=True), []
+    base = find_alone(cell, cells, baseline=True)
+    rows = []
     for step in predict_growth(cell.row(), cell.step_seconds or 0.0, links, most):
         row = {
             "strategy": cell.shown,
@@ -123,14 +124,16 @@ def hold_cells(cells: list[Cell]) -> dict[Cell, Held]:
 
 def formulas_of(cell: Cell, held: Held) -> dict[str, Any]:
     """What a rank of a cell sends and holds by formula, and its measured peak, as a row."""
-    setting, parameters = cell.setting, cell.median.model.parameters
+    setting = cell.setting
+    parameters = cell.median.model.parameters
     sent = bytes_sent(setting.strategy, parameters, cell.devices, cell.work.on_cpu)
     uncounted = setting.strategy.startswith("zero3") and setting.activation_checkpointing
     plain = cell.work.precision == "no" and setting.gradient_accumulation_steps == 1
     if uncounted or not plain:
         sent = None
     parts = {name: size / 1e6 for name, size in held.items()}
-    total, activations = sum(parts.values()), parts.pop("activations", None)
+    total = sum(parts.values())
+    activations = parts.pop("activations", None)
     measured = cell.figures.training_memory_mb
     return {
         "strategy": cell.shown,

@@ -63,7 +63,8 @@ def first_page(workload: Workload, splits: list[Split], files: dict[str, str]) -
     """What is to be known first of a workload: sentences, small tables, and pictures."""
     yield " ".join(sentences(workload, splits))
     yield from scaling_tables(workload)
-    if margin := say_margin(workload):
+    margin = say_margin(workload)
+    if margin:
         yield margin
     yield pictures_of(files, ("time", "speedup", "speedup-strong"))
 
@@ -72,7 +73,8 @@ def scaling_tables(workload: Workload) -> Iterator[str]:
     """A table for each batch per device (weak scaling), for each global batch (strong scaling), and
     for the cells that are compared with nothing. Cells without a result are in the first one.
     """
-    cells, lost = workload.cells, set()
+    cells = workload.cells
+    lost = set()
     for run in workload.lost:
         lost.add((STRATEGIES.get(run.setting.strategy, run.setting.strategy), run.setting.shape))
     weak = group_by(
@@ -135,7 +137,7 @@ def shape_tables(
         fits = [place for _, place in found if place[:2] == (nodes, gpus)]
         found.setdefault((name, fits[0] if fits else (nodes, gpus, None)), "no result")
     lost.clear()
-    places = sorted({place for _, place in found}, key=lambda place: place_order(place))
+    places = sorted({place for _, place in found}, key=place_order)
     if pairs[0][0].work.on_cpu:
         found |= {
             ("DP", place): "needs two GPUs"

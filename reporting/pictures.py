@@ -142,10 +142,12 @@ def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
     Ticks mark the ideal: a speedup of as many times as there are devices.
     """
     kept = most_telling([cell for cell, *_ in bars])
-    left, bars = len(bars) - len(kept), [bar for bar in bars if bar[0] in kept]
+    left = len(bars) - len(kept)
+    bars = [bar for bar in bars if bar[0] in kept]
     height = 0.5 if any(cell.apart for cell in kept) else 0.34  # names of two lines, or of one
     figure, axes = pyplot.subplots(figsize=(WIDTH, 1.6 + height * len(bars)), layout="constrained")
-    places, values = range(len(bars)), [value for _, value, *_ in bars]
+    places = range(len(bars))
+    values = [value for _, value, *_ in bars]
     colors = [style_of(cell)[0] for cell in kept]
     axes.barh(places, values, color=colors, alpha=0.75, height=0.7)
     axes.hlines(
@@ -312,11 +314,13 @@ def plot_parts(
     each bar is one of what is `known` by measuring. None without cells.
     """
     kept = most_telling([cell for cell, _ in parts])
-    left, parts = len(parts) - len(kept), [one for one in parts if one[0] in kept]
+    left = len(parts) - len(kept)
+    parts = [one for one in parts if one[0] in kept]
     if not kept:
         return None
     figure, axes = pyplot.subplots(figsize=(WIDTH, 2.1 + 0.5 * len(kept)), layout="constrained")
-    places, right = range(len(kept)), [0.0] * len(kept)
+    places = range(len(kept))
+    right = [0.0] * len(kept)
     names = list(dict.fromkeys(name for _, sizes in parts for name in sizes))
     shades = dict(zip(names_in_order(names), SHADES, strict=False))
     for name, (color, hatch) in shades.items():
@@ -364,7 +368,8 @@ def plot_losses(workload: Workload, over: str) -> Any:
     batches = sorted({cell.setting.global_batch_size or 0 for cell in cells})
     for number, cell in enumerate(cells):
         color, marker, _, size = style_of(cell)
-        history, batch = cell.median.losses, cell.setting.global_batch_size or 0
+        history = cell.median.losses
+        batch = cell.setting.global_batch_size or 0
         width = math.ceil(len(history) / LOSS_POINTS)  # of a piece, in steps
         pieces = [numpy.mean(history[i : i + width], axis=0) for i in range(0, len(history), width)]
         steps, losses, seconds = zip(*pieces, strict=True)

@@ -117,7 +117,8 @@ def parse(path: Path) -> Record:
 
 def make_run(record: Record, path: Path, folder: Path) -> Run:
     """A record as a Run. Raises ValueError if it has no times."""
-    problem, log = STATUS[record.status], find_log(path, record, folder)
+    problem = STATUS[record.status]
+    log = find_log(path, record, folder)
     if log and record.status == "running":
         problem += f": see {log}"
     if not problem and record.resumed_from:
