@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from side_by_side import record, role, row
 
-from reporting import comparing
+from planning import peaks
 
 SCRIPT = "train_bert_squad.py"
 
@@ -354,7 +354,7 @@ def compare_speed(args, batch, train_by_script, trainer):
 
     def utilization(seconds):
         """MFU, of the tokens without padding; "" on devices whose peak is not known."""
-        share = comparing.flops_utilization(
+        share = peaks.flops_utilization(
             records[0] | records[0]["workload"] | {"tokens_per_second": tokens / seconds}
         )
         return f"{share:.1%}" if share else ""

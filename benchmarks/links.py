@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import slurm_cluster  # noqa: E402  in the folders above
 
-from planning import links, prediction  # noqa: E402
-from reporting import comparing, page, records  # noqa: E402
+from planning import links  # noqa: E402
+from reporting import comparing, records, splitting, tables  # noqa: E402
 
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
@@ -60,7 +60,7 @@ COLUMNS = [
     "spread",
     "samples_per_second",
     "step_seconds",
-    *prediction.PREDICTED,
+    *splitting.PREDICTED,
 ]
 ACCUMULATED = {
     "bert-accumulated": [*TINY, "--gradient_accumulation_steps", "4", "--num_epochs", "45"]
@@ -105,14 +105,13 @@ def train(cluster, nodes, folder, works, repeats, strategies):
 
 def predictions(folder, link):
     """The cells of one link on two nodes, with predicted steps, as a DataFrame."""
-    rows, _ = records.read_runs(folder)
-    cells = comparing.make_cells(pd.DataFrame(rows, columns=records.NAMES))
-    found = links.find_links(folder)
-    groups = [
-        group.join(prediction.predict_cells(group, found))
-        for _, group in cells.groupby(records.SAME_WORK, dropna=False, sort=False)
-    ]
-    found = pd.concat(groups).assign(link=link)
+    runs, _ = records.read_runs(folder)
+    measured, rows = links.find_links(folder), []
+    for workload in comparing.find_workloads(runs):
+        for cell in workload.cells:
+            cell.prediction = splitting.predict_cell(cell, workload.cells, measured)
+            rows.append(tables.plain_row(cell))
+    found = pd.DataFrame(rows).assign(link=link)
     return found[found["predicted_step_seconds"].notna()]
 
 
@@ -154,22 +153,23 @@ def main():
         measure(folder, args.repeats, args.links)
     found = pd.concat([predictions(folder / link, link) for link in args.links])
     found[COLUMNS].to_csv(folder / "links.csv", index=False)
-    miss = found["predicted_step_seconds"] / found["step_seconds"] - 1
-    batches = found["gradient_accumulation_steps"].astype(int)
     print(
-        page.table(
-            {
-                "script": found["script"],
-                "link": found["link"],
-                "micro-batches": batches,
-                "strategy": found["strategy"],
-                "runs": found["repeats"],
-                "predicted ms": page.show(found["predicted_step_seconds"] * 1000, "{:.1f}"),
-                "measured ms": page.show(found["step_seconds"] * 1000, "{:.1f}"),
-                "repeats differ by": page.show(found["spread"], "{:.0%}"),
-                "samples/s": page.show(found["samples_per_second"], "{:,.0f}"),
-                "miss": page.show(miss, "{:+.0%}"),
-            }
+        tables.table(
+            [
+                {
+                    "script": row["script"],
+                    "link": row["link"],
+                    "micro-batches": row["gradient_accumulation_steps"],
+                    "strategy": row["strategy"],
+                    "runs": row["repeats"],
+                    "predicted ms": f"{row['predicted_step_seconds'] * 1000:.1f}",
+                    "measured ms": f"{row['step_seconds'] * 1000:.1f}",
+                    "repeats differ by": f"{row['spread']:.0%}",
+                    "samples/s": f"{row['samples_per_second']:,.0f}",
+                    "miss": f"{row['miss']:+.0%}",
+                }
+                for row in found.to_dict("records")
+            ]
         )
     )
     for name, cells in found.groupby(["script", "link", "gradient_accumulation_steps"], sort=False):
@@ -182,8 +182,8 @@ def main():
             "wrong:",
             wrong_orders(cells) or "none",
         )
-    inside = (miss.abs() <= 0.25).sum()
-    print(f"{inside} of {len(miss)} predictions are within 25 %")
+    inside = (found["miss"].abs() <= 0.25).sum()
+    print(f"{inside} of {len(found)} predictions are within 25 %")
 
 
 def measure(folder, repeats, links):

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 
-from reporting.records import UNREADABLE
+from planning.facts import UNREADABLE
 
 
 def bytes_sent(strategy, parameters, devices, gloo=False):

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from reporting.records import ARCHITECTURE, name_yaml
+from planning.facts import ARCHITECTURE, name_yaml
 
 SIZES = [
     "num_hidden_layers",

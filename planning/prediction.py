@@ -16,9 +16,8 @@ from collections import namedtuple
 
 import pandas as pd
 
-from planning.links import find_link, seconds_of
-from reporting.records import ARCHITECTURE
-from reporting.splitting import computing_seconds, find_alone
+from planning.facts import ARCHITECTURE
+from planning.links import seconds_of
 
 # The sizes of a model's tensors, in parameters and in the order of the model: the word embeddings;
 # position and type embeddings and their norm, or all of a model without layers; a list for each
@@ -273,6 +272,14 @@ def step_seconds(alone, steps, seconds, overlap, busy=0.0):
     return clock
 
 
+def computing_seconds(cell, one):
+    """Seconds of a step of a cell on one device, `one`, if it had as many tokens, padding included,
+    as a device of `cell` has on average.
+    """
+    longer = cell["padded_tokens"] / one["padded_tokens"]
+    return one["step_seconds"] * (1 if pd.isna(longer) else longer)
+
+
 def predict(alone, row, devices, link, tree=False):
     """Predicted seconds of a step, or None if no formula is known. `alone`: those of the same
     strategy on one device. `row`: what a record says of the run. `link`: a check.json.
@@ -323,21 +330,3 @@ def interval(low, high, alone, devices, link):
         low / (1 + BELOW + BELOW_BUSY * lost) ** power,
         high * (1 + ABOVE + ABOVE_BUSY * lost) ** power,
     )
-
-
-PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds"]
-
-
-def predict_cells(group, links):
-    """PREDICTED, by formula, and the `miss` of what was measured, as a DataFrame; for each cell on
-    several devices of which the same strategy was measured on one.
-    """
-    found = {}
-    for i, cell in group[group["devices"] > 1].iterrows():
-        link, alone = find_link(cell, links), find_alone(cell, group)
-        if link and alone is not None:
-            devices = int(cell["devices"])
-            step = predict(computing_seconds(cell, alone), cell, devices, link)
-            found[i] = [step, *interval(step, step, alone, devices, link)] if step else [None] * 3
-    found = pd.DataFrame.from_dict(found, "index", float, PREDICTED).reindex(group.index)
-    return found.assign(miss=found["predicted_step_seconds"] / group["step_seconds"] - 1)

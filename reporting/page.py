@@ -1,171 +1,283 @@
-"""The report as Markdown: the answer first, then the details."""
+"""The report as Markdown, the answer first, then the details; and as one HTML file."""
 
-import itertools
-import math
+import base64
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-import pandas as pd
+import markdown
 
-from planning.links import bytes_sent, find_link
-from planning.prediction import interval, predict
-from reporting.comparing import doubts, same
-from reporting.records import SAME_WORK
-from reporting.sentences import say_missing, say_prediction, sentences
-from reporting.splitting import PARTS, computing_seconds, find_alone
+from reporting.comparing import STRATEGIES, Cell, Comparison, Workload, doubts
+from reporting.formulas import describe_formulas, describe_growth, describe_predictions
+from reporting.pictures import Held
+from reporting.runs import Work
+from reporting.sentences import say_margin, say_missing, say_prediction, sentences
+from reporting.splitting import PARTS, Split, Trace
+from reporting.tables import Rows, as_time_prints, in_ms, name_briefly, name_cell, show, table
 
-COLUMNS = {"dp": "DP", "ddp": "DDP", "fsdp": "FSDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+WIDE = 6  # strategies in a table of the first page; more of them make another table
 
 KINDS = """Speedup = time of the baseline, one device, / time; efficiency = speedup / devices. The
-column *fixed* says against which baseline. *Batch per device*: each device has as much to do in a
-step as the baseline, so the global batch grows, an epoch has fewer steps, and the losses differ.
-*Global batch*: the steps are the same, and without dropout the losses and weights too. *Not known*:
-the times were measured by hand, and you answer for the work being the same.
+time is `seconds`, all of training, the median over the repeats. `total` also has the start,
+evaluations and saving. *Weak scaling*: each device has as much to do in a step as the baseline, so
+the global batch grows, an epoch has fewer steps, and the losses differ. *Strong scaling*: the
+global batch and the steps are those of the baseline, and without dropout the losses and weights
+too. Of several baselines the fastest counts. Of times that were measured by hand, you answer for
+the work being the same.
 
-The column *of* says which time. *Steady steps*: the time per sample of all steps but the first 10,
-where both cells have at least 30 such steps. *Training*: `seconds`, all of training. `total` also
-has the start, evaluations and saving. All figures are medians over the repeats. *Note* marks a cell
-that you should not rely on: it has fewer than 30 steady steps, or its repeats differ by more than
-10 %. MFU is the share of the GPU's peak FLOP/s that the model's matrix products use."""
-
-
-def table(columns):
-    """Markdown of a table; what is not known is blank."""
-    frame = pd.DataFrame(columns).astype(object)
-    return frame.where(frame.notna(), "").to_markdown(index=False, disable_numparse=True)
+*Steady steps* are all steps but the first 10. Their speedup leaves out the start of a run; it is
+given where both cells have at least 30 such steps. *Sure* is what the repeats carry. *Note* marks a
+cell that you should not rely on: fewer than 30 steady steps, a start of more than 10 %, repeats
+that differ by more than 10 %, a rank that computed less than 80 % of the time, ranks on different
+devices, or fewer cores than the baseline has. MFU is the share of the GPU's peak FLOP/s that the
+model's matrix products use."""
 
 
-def show(values, form):
-    return [None if pd.isna(value) else form.format(value) for value in values]
-
-
-def as_time_prints(seconds):
-    """118.544 as 1m58.544s."""
-    milliseconds = round(seconds * 1000)
-    return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
-
-
-def title(cell, cells):
+def title(work: Work, works: list[Work]) -> str:
     """A workload in a few words: model, data, and in what others with the same two differ."""
-    alike = same(cell, cells, ["model", "dataset"])
-    known = [cell[name] for name in ("model", "dataset") if not pd.isna(cell[name])]
-    return ", ".join([" on ".join(known) or cell["script"], *in_words(cell, differing(alike))])
+    alike = [one for one in works if (one.model, one.dataset) == (work.model, work.dataset)]
+    known = [name for name in (work.model, work.dataset) if name]
+    return ", ".join([" on ".join(known) or work.script, *in_words(work, differing(alike))])
 
 
-def differing(cells):
-    """The names of what must be the same, in which the workloads of these cells differ."""
-    return [name for name in SAME_WORK if cells[name].nunique(dropna=False) > 1]
+def differing(works: list[Work]) -> list[str]:
+    """The names of what must be the same, in which these workloads differ."""
+    names = [one.name for one in fields(Work)]
+    return [name for name in names if len({getattr(work, name) for work in works}) > 1]
 
 
-def in_words(cell, names):
-    """What a cell has of these names, as texts such as "threads 1"."""
+def in_words(work: Work, names: Iterable[str]) -> list[str]:
+    """What a workload has of these names, as texts such as "threads 1"."""
+    known = [(name, getattr(work, name)) for name in names]
     return [
-        f"{name} {cell[name]:g}" if isinstance(cell[name], float) else f"{name} {cell[name]}"
-        for name in names
-        if not pd.isna(cell[name])
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in known
+        if value is not None
     ]
 
 
-def first_page(group, parts, lost, files):
-    """What is to be known first of a workload: sentences, one small table, and two pictures. `lost`
-    are the cells without a result, as (strategy, shape).
+# ------------------------------------------------------------------------- the first page
+def first_page(workload: Workload, splits: list[Split], files: dict[str, str]) -> Iterator[str]:
+    """What is to be known first of a workload: sentences, small tables, and pictures."""
+    yield " ".join(sentences(workload, splits))
+    yield from scaling_tables(workload)
+    margin = say_margin(workload)
+    if margin:
+        yield margin
+    yield pictures_of(files, ("time", "speedup", "speedup-strong"))
+
+
+def scaling_tables(workload: Workload) -> Iterator[str]:
+    """A table for each batch per device (weak scaling), for each global batch (strong scaling), and
+    for the cells that are compared with nothing. Cells without a result are in the first one.
     """
-    names = [f"{strategy} on {size}" for strategy, size in lost]
-    yield " ".join(sentences(group, parts, names))
-    if small := small_table(group, dict.fromkeys(lost, "no result")):
-        yield small
-        gains = ", speedup and efficiency" if group["speedup"].notna().any() else ""
-        kinds = [
-            kind for kind in ("batch per device", "global batch") if kind in set(group["fixed"])
-        ]
-        fixed = f", with the {' or '.join(kinds)} of the baseline" if kinds else ""
-        yield f"Time of training{gains}{fixed}."
-    yield pictures_of(files, ("time", "speedup"))
-
-
-def small_table(group, cells):
-    """Rows are shapes, columns strategies; `cells` are texts that are known already. Of cells with
-    several batches, the one with the most repeats. None if only baselines are known.
-    """
-    plain = group[group["strategy"].isin(COLUMNS) & ~group["activation_checkpointing"]]
-    order = plain["fixed"].map({"batch per device": 0, "global batch": 1}).fillna(2)
-    plain = plain.assign(order=order).sort_values(["repeats", "order"], ascending=[False, True])
-    for _, cell in plain.iterrows():
-        text = f"{cell['seconds']:.1f} s"
-        if not pd.isna(cell["speedup"]):
-            text += f", {cell['speedup']:.2f}×, {100 * cell['efficiency']:.0f} %"
-        cells.setdefault((cell["strategy"], cell["shape"]), text)
-    shapes = sorted(
-        {size for name, size in cells if name in COLUMNS},
-        key=lambda size: (math.prod(map(int, size.split(" x "))), size),
+    cells = workload.cells
+    lost = set()
+    for run in workload.lost:
+        lost.add((STRATEGIES.get(run.setting.strategy, run.setting.strategy), run.setting.shape))
+    weak = group_by(
+        (cell for cell in cells if cell.weak), lambda cell: cell.setting.batch_per_device
     )
-    used = [name for name in COLUMNS if any(strategy == name for strategy, _ in cells)]
-    rows = [
-        {"nodes x devices": size} | {COLUMNS[name]: cells.get((name, size)) for name in used}
-        for size in shapes
-    ]
-    return table(rows) if used else None
-
-
-def pictures_of(files, names):
-    """Markdown of those pictures that were drawn; `files` maps names to files."""
-    return " ".join(f"![{files[name]}]({files[name]})" for name in names if name in files)
-
-
-def details(group, parts, held, links, predict_to, files):
-    """All that is known of one workload, as sections of Markdown."""
-    work = [name for name in SAME_WORK if group[name].iloc[0] not in ("no", "")]
-    yield f"All runs have in common: {', '.join(in_words(group.iloc[0], work))}."
-    yield " ".join(filter(None, [say_prediction(group), say_missing(group, bool(links))]))
-    spread = [f"{cell['fastest']:.2f}-{cell['slowest']:.2f}" for _, cell in group.iterrows()]
-    yield table(
-        {
-            "strategy": group["shown"],
-            "nodes x devices": group["shape"],
-            "global batch": show(group["global_batch_size"], "{:.0f}"),
-            "runs": group["repeats"],
-            "step in ms": show(group["step_seconds"] * 1000, "{:.2f}"),
-            "samples/s": show(group["samples_per_second"], "{:,.1f}"),
-            "seconds": show(group["seconds"], "{:.2f}"),
-            "fastest-slowest": spread,
-            "total": show(group["total_seconds"], "{:.1f}"),
-            "peak MB": show(group["peak_memory_mb"], "{:,.0f}"),
-            "MFU": show(group["mfu"], "{:.0%}"),
-            "fixed": group["fixed"],
-            "of": group["basis"],
-            "speedup": show(group["speedup"], "{:.2f}"),
-            "efficiency": show(group["efficiency"], "{:.0%}"),
-            "note": [doubts(cell) or None for _, cell in group.iterrows()],
-            "median run": group["run"],
-            "log": group["log"],
-        }
+    strong = group_by(
+        (cell for cell in cells if cell.strong), lambda cell: cell.setting.global_batch_size
     )
-    if 0 < group["speedup"].count() < len(group):
-        yield (
-            "Blank speedups: no baseline has the same batch per device or the same global batch "
-            "and trained on as many samples (1 % more or less). With --max_train_steps it takes "
-            "the same global batch; with epochs, numbers of samples that global batches divide."
+    alone = group_by(
+        (cell for cell in cells if not cell.comparison), lambda cell: cell.setting.batch_per_device
+    )
+    for batch, group in weak.items():
+        yield from shape_tables(
+            f"**Weak scaling**, {batch} samples per device and step: time of training, speedup and "
+            "efficiency against the baseline with the same batch per device.",
+            [(cell, cell.weak) for cell in group],
+            lost,
         )
-    known = group[group["parameters"].notna()]
-    if len(parts):
-        yield describe_parts(group, parts)
-    yield from describe_predictions(group, links, predict_to)
-    if len(known):
-        yield describe_formulas(known, held)
-        yield "The median runs and their ranks, as `time` prints them:"
-        ranks = [(cell["run"], rank) for _, cell in known.iterrows() for rank in cell["ranks"]]
+    for batch, group in strong.items():
+        if any(cell.devices > 1 for cell in group):
+            yield from shape_tables(
+                f"**Strong scaling**, {batch} samples per step in all: time of training, speedup "
+                "and efficiency against the baseline with the same global batch.",
+                [(cell, cell.strong) for cell in group],
+                lost,
+            )
+    hand = [(cell, cell.by_hand) for cell in cells if cell.by_hand]
+    yield from shape_tables("Time, speedup and efficiency:", hand, lost)
+    for batch, group in alone.items():
+        samples = f", {batch} samples per device and step" if batch else ""
+        pairs: list[tuple[Cell, Comparison | None]] = [(cell, None) for cell in group]
+        yield from shape_tables(f"Time of training without a baseline{samples}:", pairs, lost)
+
+
+def group_by(cells: Iterable[Cell], key: Any) -> dict[Any, list[Cell]]:
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return dict(sorted(groups.items(), key=lambda group: group[0] or 0))
+
+
+def shape_tables(
+    caption: str, pairs: Sequence[tuple[Cell, Comparison | None]], lost: set[tuple[str, str]]
+) -> Iterator[str]:
+    """Rows are shapes with their global batch, columns strategies. The entries of `lost` are taken
+    out of it as they are shown. Nothing if only baselines are known.
+    """
+    found = {}
+    for cell, one in sorted(pairs, key=lambda pair: -pair[0].seconds):
+        text = f"{cell.seconds:.1f} s"
+        if one:
+            text += f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %"
+        if not cell.is_baseline:
+            place = (cell.setting.nodes, cell.setting.gpus_per_node, cell.setting.global_batch_size)
+            found[cell.short, place] = text  # of several, such as micro-batches, the fastest
+    if not found:
+        return
+    for name, shape in lost:
+        nodes, gpus = map(int, shape.split(" x "))
+        fits = [place for _, place in found if place[:2] == (nodes, gpus)]
+        found.setdefault((name, fits[0] if fits else (nodes, gpus, None)), "no result")
+    lost.clear()
+    places = sorted({place for _, place in found}, key=place_order)
+    if pairs[0][0].work.on_cpu:
+        found |= {
+            ("DP", place): "needs two GPUs"
+            for place in places
+            if place[1] > 1 and not any(name == "DP" for name, _ in found)
+        }
+    order = {name: number for number, name in enumerate(STRATEGIES.values())}
+    names = sorted({name for name, _ in found}, key=lambda name: name_order(name, order))
+    yield caption
+    for first in range(0, len(names), WIDE):
         yield table(
             [
-                {"run": run, "rank": rank["rank"], "host": rank["host"]}
-                | {name: as_time_prints(rank[name]) for name in ("real", "user", "sys")}
-                | {"peak MB": show([rank["peak_memory_mb"]], "{:,.0f}")[0]}
-                for run, rank in ranks
+                {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2]}
+                | {name: found.get((name, place)) for name in names[first : first + WIDE]}
+                for place in places
             ]
         )
-    yield pictures_of(files, [name for name in files if name not in ("time", "speedup")])
 
 
-def describe_parts(group, parts):
+def place_order(place: tuple[int, int, int | None]) -> tuple[int, int, int]:
+    nodes, gpus, batch = place
+    return nodes * gpus, nodes, batch or 0
+
+
+def name_order(name: str, order: dict[str, int]) -> tuple[int, str]:
+    """The order of STRATEGIES, also of variants; other names come last."""
+    return order.get(name.split(" #")[0].removesuffix(", recomputing"), len(order)), name
+
+
+def pictures_of(files: dict[str, str], names: Iterable[str]) -> str:
+    """Markdown of those pictures that were drawn; `files` maps names to files."""
+    return " ".join(f"![{name}]({files[name]})" for name in names if name in files)
+
+
+# ----------------------------------------------------------------------------- the details
+def details(
+    workload: Workload,
+    splits: list[Split],
+    held: dict[Cell, Held],
+    links: dict[Cell, list[dict[str, Any]]],
+    predict_to: int | None,
+    files: dict[str, str],
+) -> Iterator[str]:
+    """All that is known of one workload, as sections of Markdown."""
+    work = [one.name for one in fields(Work) if getattr(workload.work, one.name) != "no"]
+    yield f"All runs have in common: {', '.join(in_words(workload.work, work))}."
+    checked = any(links.values())
+    says = [say_prediction(workload), say_missing(workload, checked)]
+    yield " ".join(text for text in says if text)
+    yield table([measured(cell) for cell in workload.cells])
+    yield from describe_comparisons(workload)
+    if splits:
+        yield describe_parts(splits)
+    yield from describe_predictions(workload)
+    if predict_to:
+        yield from describe_growth(workload, links, predict_to)
+    known = [cell for cell in workload.cells if cell.ranks]
+    if known:
+        yield describe_formulas(known, held)
+        yield "The median runs and their ranks, as `time` prints them:"
+        yield table([row for cell in known for row in ranks_of(cell)])
+    shown = ("time", "speedup", "speedup-strong")
+    yield pictures_of(files, [name for name in files if name not in shown])
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    figures = cell.figures
+    return name_cell(cell) | {
+        "runs": len(cell.runs),
+        "step in ms": in_ms(cell.step_seconds),
+        "samples/s": show(figures.samples_per_second, "{:,.1f}"),
+        "seconds": f"{cell.seconds:.2f}",
+        "fastest-slowest": f"{cell.fastest:.2f}-{cell.slowest:.2f}",
+        "total": show(figures.total_seconds, "{:.1f}"),
+        "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
+        "MFU": show(cell.mfu, "{:.0%}"),
+        "cores per rank": show(cell.setting.cores, "{:g}"),
+        "note": doubts(cell),
+        "median run": cell.median.name,
+        "log": cell.median.log,
+    }
+
+
+def describe_comparisons(workload: Workload) -> Iterator[str]:
+    """A table for weak scaling and one for strong scaling."""
+    for name, kind in (("Weak", "weak"), ("Strong", "strong"), ("By hand", "by_hand")):
+        pairs = [(cell, getattr(cell, kind)) for cell in workload.cells]
+        known = [(cell, one) for cell, one in pairs if one]
+        if all(cell.devices == 1 for cell, _ in known) and kind == "strong" or not known:
+            continue
+        fixed = {
+            "weak": " scaling, the batch per device fixed",
+            "strong": " scaling, the global batch fixed",
+        }
+        yield f"{name}{fixed.get(kind, '')}:"
+        yield table(
+            [
+                name_cell(cell)
+                | {
+                    "baseline in s": f"{one.baseline.seconds:.2f}",
+                    "seconds": f"{cell.seconds:.2f}",
+                    "speedup": f"{one.speedup:.2f}",
+                    "from-to": f"{one.low:.2f}-{one.high:.2f}",
+                    "efficiency": f"{one.efficiency:.0%}",
+                    "of steady steps": show(one.steady, "{:.2f}"),
+                    "sure": one.verdict,
+                }
+                for cell, one in known
+            ]
+        )
+    if any(cell.comparison is None for cell in workload.cells) and any(
+        cell.comparison for cell in workload.cells
+    ):
+        yield (
+            "Cells that are in none of these have no baseline with the same batch per device or "
+            "the same global batch that trained on as many samples (1 % more or less). With "
+            "--max_train_steps it takes the same global batch; with epochs, numbers of samples "
+            "that global batches divide."
+        )
+
+
+def ranks_of(cell: Cell) -> Rows:
+    return [
+        {"run": cell.median.name, "rank": rank.rank, "host": rank.host}
+        | {name: as_time_prints(getattr(rank, name)) for name in ("real", "user", "sys")}
+        | {
+            "peak MB": show(rank.peak_memory_mb, "{:,.0f}"),
+            "device": rank.device_name,
+            "cores": rank.cores,
+        }
+        for rank in cell.ranks
+    ]
+
+
+def describe_parts(splits: list[Split]) -> str:
     """Where the time of a step went, as Markdown."""
-    cells = group.loc[parts.index]
+    rows = []
+    for split in splits:
+        row = name_briefly(split.cell) | {"step": in_ms(split.step)}
+        rows.append(row | {name: in_ms(split.parts.get(name)) for name in PARTS})
     return (
         "Where the time of a step went, in ms. The parts add up to the mean step, all steps of "
         "training. *Computing* is the baseline's steady step without its loading, *bookkeeping* "
@@ -174,142 +286,54 @@ def describe_parts(group, parts):
         "devices. *Waiting* is how much longer the slowest rank computes than the mean rank, by "
         "the profiled run or by the ranks' CPU time. *Start* is what the first "
         "steps took longer, shared out over all steps. What is left is *unexplained*; below zero, "
-        "the other parts are too large.\n\n"
-        + table(
-            {
-                "strategy": cells["shown"],
-                "nodes x devices": cells["shape"],
-                "step": show(parts["step"] * 1000, "{:.2f}"),
-            }
-            | {
-                name: show(parts[name] * 1000, "{:.2f}")
-                for name in PARTS
-                if parts[name].notna().any()
-            }
-        )
+        "the other parts are too large.\n\n" + table(rows)
     )
 
 
-def describe_predictions(group, links, predict_to):
-    """Predicted steps beside the measured ones, and, up to `predict_to` devices, further ones with
-    their intervals, as Markdown.
-    """
-    known = group[group["miss"].notna()]
-    if len(known):
-        alone = [computing_seconds(cell, find_alone(cell, group)) for _, cell in known.iterrows()]
-        yield (
-            "Predicted from the same strategy's step on one device and the measured link "
-            "(planning/prediction.py). A miss above zero means that the prediction is too "
-            "long. At least nine of ten measured steps should lie in the interval:"
-        )
-        yield table(
-            {
-                "strategy": known["shown"],
-                "nodes x devices": known["shape"],
-                "step in ms, one device": show([seconds * 1000 for seconds in alone], "{:.2f}"),
-                "predicted": show(known["predicted_step_seconds"] * 1000, "{:.2f}"),
-                "from": show(known["predicted_from_seconds"] * 1000, "{:.2f}"),
-                "to": show(known["predicted_to_seconds"] * 1000, "{:.2f}"),
-                "measured": show(known["step_seconds"] * 1000, "{:.2f}"),
-                "miss": show(known["miss"], "{:+.0%}"),
-            }
-        )
-    if predict_to:
-        yield from describe_more_devices(group, links, predict_to)
-
-
-def describe_more_devices(group, links, predict_to):
-    """Predicted steps and efficiencies at 2, 4, ... `predict_to` devices, with their intervals,
-    as Markdown.
-    """
-    alone = group[(group["devices"] == 1) & group["step_seconds"].notna()]
-    alone, rows = alone[alone["strategy"] != "baseline"], []
-    if not len(alone):
-        yield (
-            "No prediction: it starts from a run of each strategy on one device "
-            "(--num_processes 1), long enough for a samples_per_second."
-        )
-        return
-    counts = {2**i for i in range(1, int(math.log2(predict_to)) + 1)} | {predict_to}
-    for (_, cell), devices in itertools.product(alone.iterrows(), sorted(counts)):
-        link, base = find_link(cell, links), find_alone(cell, group, baseline=True)
-        ring, tree = (
-            link and predict(cell["step_seconds"], cell, devices, link, tree)
-            for tree in (False, True)
-        )
-        if ring is None:  # no link of this kind of device, or no formula
-            continue
-        low, high = interval(min(tree, ring), max(tree, ring), cell, devices, link)
-        row = {
-            "strategy": cell["shown"],
-            "devices": devices,
-            "step in ms, predicted": f"{ring * 1000:.2f}",
-            "from-to": f"{low * 1000:.2f}-{high * 1000:.2f}",
-        }
-        if base is not None:
-            best, worst = (base["step_seconds"] / seconds for seconds in (low, high))
-            row |= {
-                "efficiency, predicted": f"{base['step_seconds'] / ring:.0%}",
-                "efficiency, from-to": f"{worst:.0%}-{min(1, best):.0%}",
-            }
-        rows.append(row)
-    if not rows:
-        yield "No prediction: no check.json is of devices like these, or no formula is known."
-        return
-    link = find_link(alone.iloc[0], links)
-    yield (
-        "More devices, by formula: the batch per device as on one, every device behind the link "
-        f"that {link['processes']} processes on {link['nodes']} node(s) measured. The interval "
-        "is that of the table above, and grows by as much with each doubling beyond what was "
-        "checked. Its low end sends through a tree, its high "
-        "end round a ring. Not modelled: links that nodes share, slower ranks, and the topology "
-        "inside a node."
-    )
-    yield table(rows)
-
-
-def describe_formulas(known, held):
-    """What each rank of these cells sends and holds by formula, and its measured peak, as
-    Markdown.
-    """
-    on_cpu = known["device_name"].iloc[0].startswith("CPU")
-    simple = (
-        (known["precision"] == "no")
-        & (known["gradient_accumulation_steps"] == 1)
-        & ~(known["strategy"].str.startswith("zero3") & known["activation_checkpointing"])
-    )  # uncounted
-    sent = [
-        bytes_sent(cell["strategy"], cell["parameters"], cell["devices"], on_cpu)
-        for _, cell in known.iterrows()
-    ]
-    sent, kept = pd.Series(sent, known.index, float).where(simple), held["activations"]
-    held = held.drop(columns="activations").sum(axis=1, skipna=False)
-    return (
-        "What the formulas say of a rank. Bytes sent are those in fp32 without accumulation, "
-        "and over gloo on a CPU. Bytes held include what is offloaded to the host. Activations "
-        "are those of the layers of a transformer, for windows of full length and without "
-        "dropout. The last column is the measured peak without what the rank held before it "
-        "loaded the model: libraries and data.\n\n"
-        + table(
-            {
-                "strategy": known["shown"],
-                "devices": known["devices"],
-                "parameters": show(known["parameters"], "{:,.0f}"),
-                "MB sent per step": show(sent / 1e6, "{:,.2f}"),
-                "MB of parameters, gradients, Adam": show(held / 1e6, "{:,.2f}"),
-                "MB of activations, at most": show(kept / 1e6, "{:,.2f}"),
-                "MB of training alone": show(known["training_memory_mb"], "{:,.0f}"),
-            }
-        )
-    )
-
-
-def describe_traces(traces):
+def describe_traces(traces: list[Trace]) -> str:
     """The time shares of profiled runs, as Markdown."""
     return table(
         [
-            {name: row[name] for name in ("run", "strategy", "rank")}
-            | {name: f"{share:.0%}" for name, share in row["shares"].items()}
-            for row in traces
+            {"run": trace.run.name, "strategy": trace.run.setting.strategy, "rank": trace.rank}
+            | {name: f"{share:.0%}" for name, share in trace.shares.items()}
+            for trace in traces
         ]
+    )
+
+
+# -------------------------------------------------------------------------------- as HTML
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1rem; }
+img { max-width: 100%; height: auto; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.85em; }
+th, td { border: 1px solid #bbb; padding: 0.2em 0.5em; text-align: left; }
+td { white-space: nowrap; }
+td:empty { background: #f6f6f6; }
+p, li, h1, h2 { overflow-wrap: anywhere; }
+@page { size: A4; margin: 12mm; }
+@media print {
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  .table { overflow: visible; }
+  table { font-size: 6.5pt; width: 100%; }
+  th, td { white-space: normal; overflow-wrap: anywhere; padding: 1pt 2pt; }
+  img { width: 49%; }
+  img, tr { break-inside: avoid; }
+  h1, h2 { break-after: avoid; }
+}
+"""
+
+
+def as_html(text: str, folder: Path) -> str:
+    """The Markdown of a report as one HTML file; the pictures, which lie in `folder`, are in it."""
+    body = markdown.markdown(html.escape(text, quote=False), extensions=["tables", "sane_lists"])
+    body = body.replace("<table>", '<div class="table"><table>')
+    body = body.replace("</table>", "</table></div>")
+    for picture in folder.glob("*.svg"):
+        data = base64.b64encode(picture.read_bytes()).decode()
+        body = body.replace(f'src="{picture.name}"', f'src="data:image/svg+xml;base64,{data}"')
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )

@@ -1,85 +1,109 @@
 """What the figures of a workload show, in words."""
 
-from reporting.comparing import SURE, doubts
-from reporting.splitting import PARTS, find_alone
+from collections.abc import Iterable
+
+from reporting.comparing import STRATEGIES, Cell, Workload, doubts
+from reporting.splitting import Split, find_alone
+
+MANY = 4  # more names than this in a sentence are counted, and the table has them
 
 
-def listed(names):
-    """a, b and c."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+def listed(names: Iterable[str]) -> str:
+    """a, b and c; or a, b, c and 5 more."""
+    names = list(names)
+    if len(names) > MANY:
+        names = [*names[: MANY - 1], f"{len(names) - MANY + 1} more"]
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
-def sentences(group, parts, lost):
-    """What the figures of a workload show, as at most five sentences. `lost` names the cells
-    without a result. A sentence is left out if repeats differ by more than it would claim.
+def sentences(workload: Workload, splits: list[Split]) -> list[str]:
+    """What the figures of a workload show, as at most five sentences. A sentence calls a cell
+    faster or slower than another one only where `Workload.differ` says so.
     """
-    return filter(
-        None,
-        [
-            say_baseline(group),
-            say_fastest(group),
-            say_scaling(group),
-            say_costs(group, parts),
-            say_doubts(group, lost),
-        ],
-    )
+    found = [
+        say_baseline(workload),
+        say_fastest(workload),
+        say_scaling(workload),
+        say_costs(workload, splits),
+        say_doubts(workload),
+    ]
+    return [text for text in found if text]
 
 
-def say_baseline(group):
+def say_baseline(workload: Workload) -> str:
     """The time that all others are compared with."""
-    cells = group[(group["fixed"] == "itself") & ~group["activation_checkpointing"]]
-    texts, recomputing = [], bool(group["activation_checkpointing"].any())
-    if not len(cells):
+    cells = [cell for cell in workload.cells if cell.is_baseline]
+    if not cells:
+        again = any(cell.setting.activation_checkpointing for cell in workload.cells)
         return (
             "There is no speedup, as there is no run of accelerate_configs/baseline.yaml of "
-            f"this work on one device{', without --activation_checkpointing' * recomputing}."
+            f"this work on one device{', without --activation_checkpointing' if again else ''}."
         )
-    for _, cell in cells.iterrows():
-        batch = f" with batches of {cell['global_batch_size']:.0f}" * (len(cells) > 1)
-        step = f", {cell['step_seconds'] * 1000:.2f} ms a step" * (cell["step_seconds"] > 0)
-        texts.append(f"{cell['seconds']:.2f} s{batch}{step}")
+    batches = [f" with {cell.batch}" if len(cells) > 1 else "" for cell in cells]
+    texts = [f"{cell.seconds:.2f} s{batch}" for cell, batch in zip(cells, batches, strict=True)]
     return f"The baseline, one device, trains in {listed(texts)}."
 
 
-def say_fastest(group):
-    """Of the cells on several devices."""
-    cells = group[(group["devices"] > 1) & group["speedup"].notna() & (group["repeats"] > 1)]
-    if not len(cells):
+def times_as_fast(cells: list[Cell]) -> str:
+    """The range of the speedups of cells, such as "1.20 to 1.42 times as fast"."""
+    gains = sorted(cell.comparison.speedup for cell in cells if cell.comparison)
+    low, high = f"{gains[0]:.2f}", f"{gains[-1]:.2f}"
+    return f"{low} times as fast" if low == high else f"{low} to {high} times as fast"
+
+
+def say_fastest(workload: Workload) -> str | None:
+    """Of the cells on several devices that have repeats: those with the shortest training, which
+    are shown to be slower than none.
+    """
+    cells = [
+        cell
+        for cell in workload.cells
+        if cell.devices > 1 and cell.comparison and len(cell.runs) > 1
+    ]
+    if not cells:
         return None
-    best, *others = (cell for _, cell in cells.sort_values("speedup", ascending=False).iterrows())
-    if not best["surely_faster"] and not best["surely_slower"]:
+    best, *others = sorted(cells, key=lambda cell: cell.seconds)
+    assert best.comparison
+    if not any(cell.comparison and cell.comparison.verdict == "faster" for cell in cells):
         return (
-            "No strategy on several devices is faster than one device by more than repeats "
-            f"differ; the best is {best['label']}, {best['speedup']:.2f} times as fast."
+            "The repeats show no strategy on several devices to be faster than one device; the "
+            f"best is {best.label}, {times_as_fast([best])}."
+        )
+    close = [
+        cell
+        for cell in others
+        if not any(other.seconds < cell.seconds and workload.differ(other, cell) for other in cells)
+    ]
+    if close:
+        names = [cell.label for cell in (best, *close)]
+        return (
+            f"{listed(names)} are the fastest, {times_as_fast([best, *close])} as one device; "
+            "their repeats do not tell them apart."
         )
     text = (
-        f"The fastest is {best['label']}, {best['speedup']:.2f} times as fast as one device "
-        f"(efficiency {best['efficiency']:.0%})"
+        f"The fastest is {best.label}, {times_as_fast([best])} as one device "
+        f"(efficiency {best.comparison.efficiency:.0%})"
     )
     if not others:
         return text + "."
-    close = [cell["label"] for cell in others if cell["speedup_high"] >= best["speedup_low"]]
-    if close:
-        return (
-            f"{listed([best['label'], *close])} are the fastest, about {best['speedup']:.2f} "
-            "times one device; their repeats overlap, so they have no order."
-        )
-    gain = best["speedup"] / others[0]["speedup"] - 1
-    return f"{text}, and {gain:.0%} faster than {others[0]['label']}: more than repeats differ."
+    gain = others[0].seconds / best.seconds - 1
+    return f"{text}, and {gain:.0%} faster than {others[0].label}."
 
 
-def say_scaling(group):
+def say_scaling(workload: Workload) -> str | None:
     """Of the cells on the most devices."""
-    cells = group[group["speedup"].notna() & (group["repeats"] > 1)]
-    cells = cells[(cells["devices"] == cells["devices"].max()) & (cells["devices"] > 1)]
-    faster, slower = (list(cells["label"][cells[column]]) for column in SURE)
+    most = max(cell.devices for cell in workload.cells)
+    cells = [cell for cell in workload.cells if cell.devices == most > 1 and cell.comparison]
     texts = []
-    if faster:
-        texts.append(f"{listed(faster)} gain{'s' * (len(faster) == 1)} from more devices")
-    if slower:
-        verb = "is" if len(slower) == 1 else "are"
-        texts.append(f"{listed(slower)} {verb} slower than one device")
+    for verdict, one, several in (
+        ("faster", "gains from more devices", "gain from more devices"),
+        ("slower", "is slower than one device", "are slower than one device"),
+    ):
+        names = [
+            cell.label for cell in cells if cell.comparison and cell.comparison.verdict == verdict
+        ]
+        if names:
+            texts.append(f"{listed(names)} {one if len(names) == 1 else several}")
     return "; ".join(texts) + "." if texts else None
 
 
@@ -91,58 +115,88 @@ NAMES_OF_PARTS = {
 }
 
 
-def say_costs(group, parts):
+def say_costs(workload: Workload, splits: list[Split]) -> str | None:
     """Of each cell on the most devices the largest part besides computing, if it is more than what
-    repeats differ by.
+    two cells have to differ by.
     """
-    texts = {}
-    for i in parts.index[parts["computing"].notna()]:
-        cell = group.loc[i]
-        costs = parts.loc[i, PARTS[1:]].dropna()
-        if cell["devices"] == group["devices"].max() > 1 and len(costs):
-            part, size, step = costs.idxmax(), costs.max(), parts.loc[i, "step"]
-            if cell["repeats"] > 1 and size > cell["spread"] * step:
-                texts.setdefault(NAMES_OF_PARTS.get(part, part), []).append(
-                    f"{cell['label']} ({size * 1000:.1f} of {step * 1000:.1f} ms)"
-                )
-    costs = [f"{part} for {listed(cells)}" for part, cells in texts.items()]
-    return f"The largest cost besides computing: {'; '.join(costs)}." if costs else None
+    most = max(cell.devices for cell in workload.cells)
+    texts: dict[str, list[str]] = {}
+    for split in splits:
+        cell, costs = split.cell, split.costs
+        if cell.devices < most or most == 1 or "computing" not in split.parts or not costs:
+            continue
+        part = max(costs, key=lambda name: costs[name])
+        noise = workload.noise
+        if len(cell.runs) > 1 and noise and costs[part] > noise.margin(cell) * split.step:
+            texts.setdefault(NAMES_OF_PARTS.get(part, part), []).append(
+                f"{cell.label} ({costs[part] * 1000:.1f} of {split.step * 1000:.1f} ms)"
+            )
+    found = [f"{part} for {listed(cells)}" for part, cells in texts.items()]
+    return f"The largest cost besides computing: {'; '.join(found)}." if found else None
 
 
-def say_doubts(group, lost):
+def say_doubts(workload: Workload) -> str | None:
     """Whether the repeats are too few, the runs too short, or results missing."""
+    cells = workload.cells
+    once = [cell.label for cell in cells if len(cell.runs) == 1]
     texts = []
-    if (group["repeats"] == 1).all():
+    if len(once) == len(cells):
         texts = ["each cell was measured only once, so nothing says which differences are noise"]
-    elif (group["repeats"] == 1).any():
-        texts = [f"measured only once: {listed(group['label'][group['repeats'] == 1])}"]
-    marked = [f"{cell['label']} ({doubts(cell)})" for _, cell in group.iterrows() if doubts(cell)]
-    texts += [f"not safe to rely on: {listed(marked)}"] if marked else []
+    elif once:
+        texts = [f"measured only once: {listed(once)}"]
+    marked = [f"{cell.label} ({doubts(cell)})" for cell in cells if doubts(cell)]
+    if len(marked) > MANY:
+        texts.append(f"{len(marked)} of {len(cells)} cells are not safe to rely on (column *note*)")
+    elif marked:
+        texts.append(f"not safe to rely on: {listed(marked)}")
+    lost = sorted({name_lost(run.setting.strategy, run.setting.shape) for run in workload.lost})
     texts += [f"no result of {listed(lost)}"] if lost else []
     return f"Mind: {'; '.join(texts)}." if texts else None
 
 
-def say_missing(group, checked):
+def name_lost(strategy: str, shape: str) -> str:
+    return f"{STRATEGIES.get(strategy, strategy)} on {shape}"
+
+
+def say_margin(workload: Workload) -> str | None:
+    """From which difference on the report calls one cell faster than another."""
+    noise = workload.noise
+    if noise is None:
+        return None
+    counts = sorted({len(cell.runs) for cell in workload.cells if len(cell.runs) > 1})
+    repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return (
+        f"The cells have {repeats} repeats. Two of them have to differ by at least "
+        f"{noise.margin():.1%} before this report calls one faster (Tukey's test over all cells; "
+        "of cells that are equally fast, it calls some different in 5 % of the reports)."
+    )
+
+
+def say_missing(workload: Workload, checked: bool) -> str | None:
     """What a prediction lacks; `checked` is whether a link was measured."""
-    several = group[(group["devices"] > 1) & group["step_seconds"].notna()]
-    several = several[several["strategy"] != "dp"]  # of which no formula is known
-    alone = [cell["label"] for _, cell in several.iterrows() if find_alone(cell, group) is None]
+    several = [
+        cell
+        for cell in workload.cells
+        if cell.devices > 1 and cell.step_seconds and cell.setting.strategy != "dp"
+    ]  # no formula is known of DP
+    alone = [cell.label for cell in several if find_alone(cell, workload.cells) is None]
     if alone:
         return (
             "Missing: a run on one device, with the same strategy and batch per device, of "
             f"{listed(alone)}: it would tell bookkeeping from communication."
         )
-    if len(several) and not checked:
+    if several and not checked:
         return "Missing: a check.json (sbatch/check.py) to predict communication from."
     return None
 
 
-def say_prediction(group):
-    misses = group["miss"].dropna()
-    if not len(misses):
+def say_prediction(workload: Workload) -> str | None:
+    known = [(abs(cell.prediction.miss), cell) for cell in workload.cells if cell.prediction]
+    if not known:
         return None
-    worst = misses.abs().idxmax()
+    worst, cell = max(known, key=lambda one: one[0])
+    assert cell.prediction
     return (
-        f"Predicted steps miss the measured ones by at most {abs(misses[worst]):.0%} "
-        f"({group['label'][worst]}: too {'long' if misses[worst] > 0 else 'short'})."
+        f"Predicted steps miss the measured ones by at most {worst:.0%} "
+        f"({cell.label}: too {'long' if cell.prediction.miss > 0 else 'short'})."
     )

@@ -1,13 +1,19 @@
 """Where the time of a step went, and, from the traces of --profile, what a rank did in it."""
 
+import functools
 import json
-import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
-
-from reporting.comparing import same
-from reporting.records import CELL, SAME_WORK, UNREADABLE, read_record
+from planning.facts import UNREADABLE
+from planning.links import find_link, find_links
+from planning.prediction import computing_seconds, interval, predict
+from reporting.comparing import Cell, Prediction
+from reporting.records import explain, find_files, read_record
+from reporting.runs import Run, Work
 
 # Communication is measured where a run of the cell was profiled, and else predicted.
 PARTS = [
@@ -21,80 +27,174 @@ PARTS = [
     "unexplained",
 ]
 
+# The columns of report.csv that a prediction has.
+PREDICTED = ["predicted_step_seconds", "predicted_from_seconds", "predicted_to_seconds"]
 
-def find_alone(cell, cells, baseline=False):
-    """The cell of the same strategy, or the baseline, with the same batch per device on one device;
+Spans = Sequence[tuple[float, float]]  # (start, end) of each
+
+
+@dataclass
+class Trace:
+    """What a rank did in the profiled steps of a run, as shares of the time."""
+
+    run: Run
+    rank: str
+    shares: dict[str, float]
+
+
+def find_alone(cell: Cell, cells: list[Cell], baseline: bool = False) -> Cell | None:
+    """The cell of the same strategy, or the baseline, with the same micro-batches on one device;
     None if there is none.
     """
-    names = [*SAME_WORK, "per_device_batch_size", "gradient_accumulation_steps"]
-    cells = cells[(cells["devices"] == 1) & cells["step_seconds"].notna()]
-    if baseline:
-        cells = cells[(cells["strategy"] == "baseline") & ~cells["activation_checkpointing"]]
-    else:
-        names += ["strategy", "strategy_options", "activation_checkpointing"]
-    found = same(cell, cells, names)
-    return found.iloc[0] if len(found) else None
+    own = cell.setting
+    for other in cells:
+        setting = other.setting
+        same = other.is_baseline if baseline else alike(own, setting)
+        batches = (setting.per_device_batch_size, setting.gradient_accumulation_steps)
+        if (
+            same
+            and other.devices == 1
+            and other.step_seconds
+            and batches == (own.per_device_batch_size, own.gradient_accumulation_steps)
+        ):
+            return other
+    return None
 
 
-def computing_seconds(cell, one):
+def alike(one: Any, other: Any) -> bool:
+    """Whether two settings are the same variant of a strategy."""
+    names = ("strategy", "strategy_options", "activation_checkpointing")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def seconds_alone(cell: Cell, one: Cell | None) -> float | None:
     """Seconds of a step of a cell on one device, `one`, if it had as many tokens, padding included,
     as a device of `cell` has on average.
     """
-    longer = cell["padded_tokens"] / one["padded_tokens"]
-    return one["step_seconds"] * (1 if pd.isna(longer) else longer)
+    if one is None or one.step_seconds is None:
+        return None
+    if cell.figures.padded_tokens is None or one.figures.padded_tokens is None:
+        return one.step_seconds
+    longer: float = computing_seconds(cell.row(), one.row() | {"step_seconds": one.step_seconds})
+    return longer
 
 
-def split_step(group, shares):
-    """Where the mean step of each cell went, in seconds, as a DataFrame with the columns PARTS,
-    which add up to `step`, the seconds of training per step. A part that is not known is NaN, and
-    its time is in `unexplained`. `shares` is what `find_shares` returns.
+def links_near(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """The links that were measured nearest to a run: below its own folder, else below the one
+    around it, and so on up to `folder`. So the links of two sweeps are never averaged.
     """
-    rows = {}
-    for i, cell in group[group["step_seconds"].notna() & (group["trained_steps"] > 0)].iterrows():
-        row = dict.fromkeys(PARTS, math.nan) | {"step": cell["seconds"] / cell["trained_steps"]}
-        row["start"] = row["step"] - cell["step_seconds"]
-        if cell["device_name"].startswith("CPU"):  # a GPU computes while the CPU loads
-            row["loading"] = cell["loading_seconds"]
-        base, alone = find_alone(cell, group, baseline=True), find_alone(cell, group)
-        same_strategy = math.nan if alone is None else computing_seconds(cell, alone)
-        if base is not None:
-            row["computing"] = computing_seconds(cell, base)
-            row["bookkeeping"] = same_strategy - row["computing"]
-            if not pd.isna(row["loading"]) and not pd.isna(base["loading_seconds"]):
-                row["computing"] -= base["loading_seconds"]
-        if cell["devices"] > 1:
-            row["waiting"] = cell["waiting_seconds"]
-            row["predicted communication"] = cell["predicted_step_seconds"] - same_strategy
-            if traced := shares.get(i):  # the rank that waits least shows what the transfer takes
-                row["predicted communication"] = math.nan
-                row["communication"] = min(traced) * cell["step_seconds"]
-                row["waiting"] = (sum(traced) / len(traced) - min(traced)) * cell["step_seconds"]
-        row["unexplained"] = row["step"] - pd.Series(row)[PARTS].sum()  # without what is not known
-        if base is not None and base["run"] == cell["run"]:
-            row["bookkeeping"], row["unexplained"] = math.nan, math.nan
-        rows[i] = row
-    return pd.DataFrame.from_dict(rows, "index", columns=["step", *PARTS]).astype(float)
+    place = folder / run.name
+    for here in (place, *place.parents):
+        links = links_below(here)
+        if links or here == folder:
+            return links
+    return []
 
 
-def covered(spans):
-    """Disjoint spans, in order, that cover the same as these (start, end)."""
-    merged = []
+@functools.cache
+def links_below(folder: Path) -> list[dict[str, Any]]:
+    links: list[dict[str, Any]] = find_links(folder) if folder.is_dir() else []
+    return links
+
+
+def predict_cell(cell: Cell, cells: list[Cell], links: list[dict[str, Any]]) -> Prediction | None:
+    """The step of a cell on several devices by formula; None if the same strategy was not measured
+    on one device, or no link, or no formula is known.
+    """
+    one, link = find_alone(cell, cells), find_link(cell.row(), links)
+    alone = seconds_alone(cell, one)
+    if cell.devices == 1 or one is None or alone is None or not link or not cell.step_seconds:
+        return None
+    step = predict(alone, cell.row(), cell.devices, link)
+    if step is None:
+        return None
+    low, high = interval(step, step, one.row(), cell.devices, link)
+    return Prediction(step, low, high, step / cell.step_seconds - 1)
+
+
+@dataclass
+class Split:
+    """Where the mean step of a cell went, in seconds: the parts that are known add up to `step`,
+    the seconds of training per step.
+    """
+
+    cell: Cell
+    step: float
+    parts: dict[str, float]
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What is not computing."""
+        return {name: size for name, size in self.parts.items() if name != "computing"}
+
+
+def split_step(
+    cell: Cell, cells: list[Cell], traced: list[float], predicted: float | None
+) -> Split | None:
+    """Where the step of a cell went, or None if its step is not known. A part that is not known is
+    left out, and its time is in `unexplained`. `traced` is each rank's share of communication that
+    computing does not hide, in a profiled run of the cell; `predicted` is its step by formula.
+    """
+    steady, steps = cell.step_seconds, cell.figures.trained_steps
+    if not steady or not steps:
+        return None
+    step = cell.seconds / steps
+    known: dict[str, float | None] = {"start": step - steady}
+    if cell.work.on_cpu:  # a GPU computes while the CPU loads
+        known["loading"] = cell.figures.loading_seconds
+    base, alone = (
+        find_alone(cell, cells, baseline=True),
+        seconds_alone(cell, find_alone(cell, cells)),
+    )
+    computing = seconds_alone(cell, base)
+    if base is not None and computing is not None:
+        known["bookkeeping"] = None if alone is None or base is cell else alone - computing
+        both = known.get("loading") is not None and base.figures.loading_seconds is not None
+        known["computing"] = computing - (base.figures.loading_seconds or 0 if both else 0)
+    if cell.devices > 1:
+        known |= find_communication(cell, steady, traced, predicted, alone)
+    parts = {name: known[name] for name in PARTS if known.get(name) is not None}
+    found = {name: size for name, size in parts.items() if size is not None}
+    if base is not cell:
+        found["unexplained"] = step - sum(found.values())
+    return Split(cell, step, found)
+
+
+def find_communication(
+    cell: Cell, steady: float, traced: list[float], predicted: float | None, alone: float | None
+) -> dict[str, float | None]:
+    """The parts of a step that other ranks make longer."""
+    if traced:  # the rank that waits least shows what the transfer takes
+        return {
+            "communication": min(traced) * steady,
+            "waiting": (sum(traced) / len(traced) - min(traced)) * steady,
+        }
+    known = predicted is not None and alone is not None
+    return {
+        "predicted communication": predicted - alone if known else None,  # type: ignore[operator]
+        "waiting": cell.figures.waiting_seconds,
+    }
+
+
+def covered(spans: Spans) -> list[tuple[float, float]]:
+    """Disjoint spans, in order, that cover the same as these."""
+    merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(end, merged[-1][1])
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            merged.append([start, end])
+            merged.append((start, end))
     return merged
 
 
-def length(spans):
+def length(spans: Spans) -> float:
     return sum(end - start for start, end in covered(spans))
 
 
 LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLoader makes a batch
 
 
-def read_events(trace):
+def read_events(trace: Path) -> list[dict[str, Any]]:
     """The events of a trace of one rank (traces/profile_RANK.json) that last."""
     return [
         event
@@ -103,7 +203,7 @@ def read_events(trace):
     ]
 
 
-def shares_of(events):
+def shares_of(events: list[dict[str, Any]]) -> dict[str, float]:
     """Shares of the traced steps among these events, which add up to 1: computation alone,
     computation that hides communication, communication alone, loading data, and none of them:
     Python, and idleness. Raises ValueError or KeyError if there are none.
@@ -114,6 +214,7 @@ def shares_of(events):
     gpu_work = {"kernel", "gpu_memcpy", "gpu_memset"}
     on_gpu = any(event.get("cat") in gpu_work for event in events)
     annotation = "gpu_user_annotation" if on_gpu else "user_annotation"
+    spans: dict[str, list[tuple[float, float]]]
     spans = {"step": [], "communication": [], "data": [], "compute": []}
     for event in events:
         name, kind = event["name"], event.get("cat")
@@ -147,35 +248,43 @@ def shares_of(events):
     return {name: part / (end - start) for name, part in parts.items()}
 
 
-def read_traces(folder):
-    """A row for each rank of each profiled run, with its time shares, and a sentence for each trace
-    that cannot be read.
-    """
-    rows, notes = [], []
-    for trace in sorted(folder.rglob("traces/profile_*.json")):
+def read_traces(folder: Path) -> tuple[list[Trace], list[str]]:
+    """A Trace for each rank of each profiled run, and a sentence for each file that is none."""
+    traces, notes = [], []
+    names = sorted(
+        path
+        for record in find_files(folder, "run.json")
+        for path in (record.parent / "traces").glob("profile_*.json")
+    )
+    for path in names:
         try:
-            rows.append(
-                read_record(trace.parent.parent / "run.json", folder)
-                | {"rank": trace.stem.split("_")[1], "shares": shares_of(read_events(trace))}
-            )
-        except UNREADABLE as reason:
-            notes.append(
-                f"skipped {trace.relative_to(folder)}: no trace of a run "
-                f"({type(reason).__name__}: {reason})"
-            )
-    return rows, notes
+            run = read_record(path.parent.parent / "run.json", folder)
+            rank = path.stem.split("_")[1]
+            traces.append(Trace(run, rank, shares_of(read_events(path))))
+        except UNREADABLE as problem:
+            name = os.path.relpath(path, folder)
+            notes.append(f"skipped {name}: no trace of a run ({explain(problem)})")
+    return traces, notes
 
 
-def find_shares(traces, group):
-    """{index of a cell: [each rank's share of communication that computing does not hide]} of the
-    cells of which one run was profiled, however long it was and on however much data.
+def shares_traced(cell: Cell, traces: list[Trace]) -> list[float]:
+    """Each rank's share of communication that computing does not hide, of one profiled run of a
+    cell, however long it was and on however much data. Empty if there is none.
     """
+    fits = [
+        trace
+        for trace in traces
+        if trace.run.setting == cell.setting and same_kind(trace.run.work, cell.work)
+    ]
+    last = max((trace.run.name for trace in fits), default="")
+    return [trace.shares["communication"] for trace in fits if trace.run.name == last]
+
+
+def same_kind(one: Work, other: Work) -> bool:
+    """Whether two workloads are the same but for their length."""
     sizes = ("samples", "eval_samples", "epochs", "steps")
-    work = [name for name in SAME_WORK if name not in sizes]
-    names, traced, found = [*work, *CELL], pd.DataFrame(traces), {}
-    for i, cell in group.iterrows() if len(traced) else []:
-        fits = same(cell, traced, names)
-        shares = [row["communication"] for row in fits[fits["run"] == fits["run"].max()]["shares"]]
-        if shares:
-            found[i] = shares
-    return found
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in one.__dataclass_fields__
+        if name not in sizes
+    )

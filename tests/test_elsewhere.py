@@ -228,7 +228,7 @@ def report_of(place, folder, examples):
     code, printed, problem = place.run(sys.executable, "report.py", *words)
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
-    assert report in printed and len(list((folder / "report").glob("*.png"))) > 10
+    assert report in printed and len(list((folder / "report").glob("*.svg"))) > 7
     return [
         section.split("\n", 1)[1] for section in report.split("\n## ") if "in common: " in section
     ]

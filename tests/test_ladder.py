@@ -14,8 +14,7 @@ from test_fit import parts_and_rungs
 from test_lab import blocks_of, check_kind
 from torch.testing import assert_close
 
-from planning import memory
-from reporting import records
+from planning import facts, memory
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
 AGAIN = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]  # of a rung
@@ -67,7 +66,7 @@ def test_clipping_changes_the_losses(runs, tmp_path):
 def test_each_rank_of_a_rung_holds_what_the_formula_says(name, runs):
     """Of parameters, gradients and Adam's states; on a CPU what is on the host counts too."""
     result = runs(name)
-    assert records.name_yaml(result.record["strategy"], result.record["strategy_options"]) == name
+    assert facts.name_yaml(result.record["strategy"], result.record["strategy_options"]) == name
     for rank in (0, 1):
         held = json.loads((result.folder / f"bytes_{rank}.json").read_text())
         sizes = held.pop("sizes")

@@ -17,6 +17,7 @@ from conftest import ROOT, launch, run
 from test_bert import TINY
 
 from planning import links, prediction
+from reporting import splitting
 
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
 BASE = {
@@ -238,7 +239,7 @@ def test_the_intervals_of_the_docs_hold(remade):
     """They have nine of ten of the measured cells that docs/results shows, and are narrow."""
     rows = rows_of(remade / "report.csv") + rows_of(ROOT / "docs/results/links-cpu/links.csv")
     cells = [
-        [float(row[name]) for name in ("step_seconds", *prediction.PREDICTED)]
+        [float(row[name]) for name in ("step_seconds", *splitting.PREDICTED)]
         for row in rows
         if row["predicted_step_seconds"]
     ]
@@ -254,3 +255,9 @@ def test_a_load_widens_the_interval():
     loaded = prediction.interval(1, 1, alone, 2, link | {"core_share": 0.5})
     assert loaded == prediction.interval(1, 1, {"busy_share": 0.5}, 2, link)
     assert loaded[0] < low < 1 < high < loaded[1] and loaded[1] - loaded[0] <= 1
+
+
+def test_planning_does_without_reports():
+    """A formula may serve a report, and never the other way round."""
+    for path in (ROOT / "planning").glob("*.py"):
+        assert not re.search(r"^\s*(from|import) reporting", path.read_text(), re.M), path.name

@@ -78,7 +78,7 @@ def test_the_template_names_what_exists(example_records):
     with open(MEASURED / "report.csv") as file:
         files["report.csv"] = next(csv.DictReader(file))
     written = {
-        re.sub(r"-\d\.png", ".png", path.name)
+        re.sub(r"-\d\.svg", ".svg", path.name)
         for folder in (MEASURED, example_records)
         for path in folder.rglob("*")
     }
@@ -88,8 +88,8 @@ def test_the_template_names_what_exists(example_records):
         for name in field.split("."):
             assert name in value, (file, field)
             value = value[name]
-    assert {name for name in written if name.endswith(".png")} <= set(names)
-    assert {name for name in names if re.search(r"\.(png|csv|json|md)$", name)} <= written
+    assert {name for name in written if name.endswith(".svg")} <= set(names)
+    assert {name for name in names if re.search(r"\.(svg|csv|html|json|md)$", name)} <= written
     report = (MEASURED / "report.md").read_text()
     for heading in re.findall(r'"([^"|]+)" in `report.md`', TEMPLATE):
         assert heading in report
