@@ -4,8 +4,12 @@ import contextlib
 import json
 import math
 import statistics
+from collections import namedtuple
 
 from planning.facts import UNREADABLE
+
+# A collective: its name in check.json, and the bytes of the whole tensor.
+Call = namedtuple("Call", "name bytes")
 
 
 def bytes_sent(strategy, parameters, devices, gloo=False):
@@ -50,6 +54,20 @@ def seconds_of(call, in_a_row, link, ranks, tree=False):
     turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
     carried = call.bytes * (turns * (ranks - 1) / ranks if turns else 1)  # as check.py fits it
     return line["latency_seconds"] * hops / before + carried / line["bandwidth_bytes_per_second"]
+
+
+def seconds_of_rows(rows, links):
+    """Seconds of a step's collectives, {"inside": of groups within a node, "between": of others}.
+    `rows` are those of dry_run.json. Of several links, each level takes one of its own.
+    """
+    seconds = {"inside": 0.0, "between": 0.0}
+    for row in rows:
+        level = "between" if row["nodes"] > 1 else "inside"
+        own = [link for link in links if (link["nodes"] > 1) == (level == "between")]
+        mean = Call(row["kind"], row["bytes"] / row["calls"])
+        time = seconds_of(mean, False, (own or links)[0], row["group_size"])
+        seconds[level] += row["calls"] * time
+    return seconds
 
 
 def link_of(bandwidth, latency):

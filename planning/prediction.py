@@ -17,14 +17,12 @@ from collections import namedtuple
 import pandas as pd
 
 from planning.facts import ARCHITECTURE
-from planning.links import seconds_of
+from planning.links import Call, seconds_of
 
 # The sizes of a model's tensors, in parameters and in the order of the model: the word embeddings;
 # position and type embeddings and their norm, or all of a model without layers; a list for each
 # layer; and the head.
 Parts = namedtuple("Parts", "words others layers head")
-# A collective: its name in check.json, and the bytes of the whole tensor.
-Call = namedtuple("Call", "name bytes")
 # A part of a step: calls that it waits for, its share of the computing, and calls that can start
 # when it is over.
 Stage = namedtuple("Stage", "before share after")
@@ -330,3 +328,23 @@ def interval(low, high, alone, devices, link):
         low / (1 + BELOW + BELOW_BUSY * lost) ** power,
         high * (1 + ABOVE + ABOVE_BUSY * lost) ** power,
     )
+
+
+def seconds_of_record(record):
+    """Of a record of one device: the seconds of its steady steps, and the model's parameters.
+    Raises an error of UNREADABLE.
+    """
+    if record["devices"] != 1 or record["status"] != "completed":
+        raise ValueError(f"{record['status']} on {record['devices']} devices")
+    seconds = record["seconds"]["train"] / record["steps"]
+    if record["samples_per_second"]:  # without the steps of the warm-up
+        seconds = record["global_batch_size"] / record["samples_per_second"]
+    return {"seconds": float(seconds), "parameters": int(record["parameters"])}
+
+
+def scale_by_count(alone, communication):
+    """What a step that takes `alone` seconds on one device takes with so many seconds of counted
+    communication, as (seconds, efficiency) twice: all of it hidden behind the computing, or none.
+    Efficiency is that of the same batch for each device.
+    """
+    return [(step, alone / step) for step in (max(alone, communication), alone + communication)]
