@@ -122,7 +122,7 @@ class DryRun(StepWatch):
     def __init__(self, tally):
         super().__init__()
         self.tally = tally
-        self.own = []  # collectives of the script between two steps
+        self.between = []  # collectives of the script between steps
 
     def preparing(self, accelerator, model):
         """Note the model's size, and what the process holds besides it."""
@@ -134,10 +134,10 @@ class DryRun(StepWatch):
         self.before = resident_memory() - sum(shard.nbytes for shard in shards)
 
     def begin(self):
-        if self.done == STEPS - 1:
-            self.own = self.tally.rows()
-            peak_memory()  # forgets the peak until here
+        if self.done:
+            self.between += self.tally.rows()
         self.tally.clear()
+        peak_memory()  # forgets the peak until here
 
     def before_update(self, model, optimizer):
         self.held = bytes_held(model, optimizer)
@@ -196,7 +196,7 @@ def describe(args, script, dry):
         "precision": dry.accelerator.mixed_precision,
         "parameters": dry.parameters,
         "collectives": dry.collectives,
-        "collectives_between_steps": dry.own,
+        "collectives_between_steps": dry.between,
         "held_bytes": dry.held,
         "peak_bytes": dry.peak,
     }
@@ -232,10 +232,11 @@ def lines_of(found):
         numbers = [f"{row[name]:,}" for name in ("group_size", "nodes", "calls")]
         rows.append([row["kind"], *numbers, f"{row['bytes'] / 1e6:,.3f}"])
     yield from table(rows)
-    own = found["collectives_between_steps"]
+    between = found["collectives_between_steps"]
     yield (
-        f"\nBesides, between two steps: calls: {sum(row['calls'] for row in own)}, "
-        f"bytes: {sum(row['bytes'] for row in own):,}\n"
+        f"\nNot in it: between these {STEPS} steps, for logging and the like, the script made "
+        f"{sum(row['calls'] for row in between)} calls\n"
+        f"of {sum(row['bytes'] for row in between):,} bytes in all.\n"
     )
     held = found["held_bytes"] | {"peak": found["peak_bytes"]}
     yield from table(
