@@ -8,13 +8,14 @@ from collections import namedtuple
 
 from planning.facts import UNREADABLE
 
-# A collective: its name in check.json, and the bytes of the whole tensor.
-Call = namedtuple("Call", "name bytes")
+# A collective: its name in check.json, the bytes of the whole tensor, and the ranks of its group
+# (None: all).
+Call = namedtuple("Call", "name bytes ranks", defaults=[None])
 
 
-def bytes_sent(strategy, parameters, devices, gloo=False):
+def bytes_sent(strategy, parameters, devices, gloo=False, shards=None):
     """Bytes that each rank sends in a step, in fp32 and without accumulation; None if no formula is
-    known. `strategy` is the name of a YAML.
+    known. `strategy` is the name of a YAML, and `shards` those of a replica in HSDP.
 
     With ring algorithms, an all-gather or a reduce-scatter of P bytes costs a rank (n - 1) / n x P.
     An all-reduce is one of each. FSDP and ZeRO-3 gather once more, for the backward pass: section 7
@@ -25,6 +26,9 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
     """
     if strategy == "baseline":
         return 0
+    if strategy == "hsdp" and shards:  # FSDP among the shards; then their gradients' all-reduce
+        replicas = bytes_sent("ddp", parameters / shards, devices // shards)
+        return bytes_sent("fsdp", parameters, shards, gloo) + replicas
     strategy = strategy.removesuffix("_offload")
     gathers = {
         "ddp": 1,
@@ -40,13 +44,14 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
 
 
 def seconds_of(call, in_a_row, link, ranks, tree=False):
-    """Seconds of a collective over `ranks` by the lines of a check.json, `link`: the line for calls
-    after computing, or for those `in_a_row`, right after another one.
+    """Seconds of a collective over its own ranks, or else over `ranks`, by a check.json, `link`: by
+    its line for calls after computing, or for those `in_a_row`, right after another one.
 
     With as many ranks as were checked, its line. With others, the latency grows as the number of
     steps from rank to rank: n - 1 in a ring, log2 n in a `tree`, which a broadcast always takes.
     DDP broadcasts a model's buffers in a step, but these are small and left out.
     """
+    ranks = call.ranks or ranks
     line, checked = link["collectives"][call.name], link["processes"]
     line = line["in_a_row"] if in_a_row else line
     tree = tree or call.name == "broadcast"
