@@ -19,10 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from draw import BLUE, GREEN, ORANGE, PINK, SKY, Picture
-
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for planning/
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
+
+from draw import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
+
+from planning import traffic  # noqa: E402
+
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
 BASE = {
@@ -68,8 +71,6 @@ def options_of(strategy):
 
 def calls_by_formula(strategy, devices):
     """[(kind, ranks of the group, bytes)] of a step."""
-    from planning import traffic
-
     name = strategy.split(",")[0]
     steps = traffic.steps_of(name, traffic.parts_of(ROW), devices, options=options_of(strategy))
     return [(call.name, call.ranks or devices, call.bytes) for call in traffic.calls_of(steps)]
