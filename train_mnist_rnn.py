@@ -17,6 +17,7 @@ stands behind `run` (its progress, clock, checkpoints and record), and how proce
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -242,10 +243,9 @@ def make_loaders(train_x, train_y, test_x, test_y, run):
     # Without a generator of its own, a loader draws from that of dropout: a resumed run would have
     # other masks. The Dataset makes batches whole, so there is nothing to collate.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
-    test_batch_size = run.args.per_device_eval_batch_size * run.devices
     return (
         DataLoader(train_images, run.batch_size, sampler=sampler, **options),
-        DataLoader(test_images, test_batch_size, **options),
+        DataLoader(test_images, run.eval_batch_size, **options),
     )
 
 
@@ -271,10 +271,9 @@ def parse_args():
         per_device_train_batch_size=64,
         per_device_eval_batch_size=1000,
         learning_rate=0.005,
-        output_dir=time.strftime("runs/mnist_rnn-%Y%m%d-%H%M%S"),
     )
     args = parser.parse_args()
-    check_numbers(args, may_be_0=["seed", "dropout"])
+    check_flags(args, may_be_0=["seed", "dropout"])
     return args
 
 
@@ -285,6 +284,8 @@ SYNC_SECONDS = 10  # or after about so many seconds, if that is sooner.
 WARMUP_STEPS = 10  # These are not in samples_per_second: memory and links are set up in them.
 CHECKPOINT = "step_" + "[0-9]" * 8  # A folder with another name is not ours.
 CHECKPOINT_FORMAT = 3  # of checkpoint.json; another one is refused
+VERSION = "0.4.0"  # of the project; CHANGELOG.md says what changed
+HSDP_SIZES = ("dp_replicate_size", "dp_shard_size")  # as accelerate's YAML names them
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -307,7 +308,7 @@ def add_shared_flags(parser: argparse.ArgumentParser):
     add("--max_grad_norm", type=float, help="clip each step's gradients to this norm")
     add("--dropout", type=float, default=0.1, help="share of activations set to 0")
     add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
-    add("--output_dir", help="where results go; all nodes must see it")
+    add("--output_dir", type=os.path.expanduser, help="without it, a new folder in runs/")
     add("--checkpointing_steps", type=int, help="save every so many steps, besides each epoch")
     add("--resume", action="store_true", help="go on from OUTPUT_DIR's newest checkpoint, if any")
     add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
@@ -315,13 +316,17 @@ def add_shared_flags(parser: argparse.ArgumentParser):
     add("--collective_timeout", type=int, default=1800, help="seconds that a rank waits for others")
 
 
-def check_numbers(args: argparse.Namespace, may_be_0: list[str]):
-    """Refuse numbers that are negative, NaN, or 0 where that means nothing."""
+def check_flags(args, may_be_0):
+    """Refuse numbers that are negative, NaN, or 0 where that means nothing; name OUTPUT_DIR."""
     for name, value in vars(args).items():
         if type(value) in (int, float) and not value > 0 and not (value == 0 and name in may_be_0):
             abort(f"--{name} must be greater than 0, got {value}")
     if args.dropout >= 1:
         abort(f"--dropout must be less than 1, got {args.dropout}")
+    if args.resume and not args.output_dir:
+        abort("--resume goes on with the run in a folder: name it by --output_dir")
+    name = Path(__file__).stem.removeprefix("train_")
+    args.output_dir = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
 
 
 # -------- the run
@@ -345,12 +350,6 @@ class Run:
     collective" the ranks wait for each other, so all of them have to call it.
     """
 
-    record: dict  # what run.json says; from `open` on
-    settings: dict  # what a resumed run must have again
-    optimizer: torch.optim.Optimizer  # the prepared one; from `start` on
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    display: "Display"
-
     def __init__(self, accelerator: Accelerator, strategy: str, args, workload: dict):
         self.accelerator = accelerator
         self.args = args
@@ -370,9 +369,15 @@ class Run:
                 f"the global batch of {self.global_batch_size} is more than all samples: "
                 "lower --per_device_train_batch_size"
             )
+        # A larger batch in the evaluation would be filled up with copies.
+        share = math.ceil(workload["eval_samples"] / self.devices)
+        self.eval_batch_size = min(args.per_device_eval_batch_size, share) * self.devices
         self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
 
+        self.record: dict = {}  # what run.json says
+        self.settings: dict = {}  # what a resumed run must have again
+        self.lock = None  # an open file of rank 0
         self.losses: list = []  # of the micro-batches since the last sync, on the device
         self.stop_signal = StopSignal()
         self.stopped = False  # All ranks agreed to stop.
@@ -423,7 +428,7 @@ class Run:
         self.display = Display(self.accelerator, self.total_steps, self.progress.step)
         self.clock.seconds["startup"] = age()
 
-    def epochs_left(self) -> range:
+    def epochs_left(self):
         """The epochs, counted from 0, that have no evaluation yet."""
         return range(len(self.progress.evaluations), self.epochs)
 
@@ -436,6 +441,7 @@ class Run:
         if done:
             done *= self.args.gradient_accumulation_steps
             loader = self.accelerator.skip_first_batches(loader, done)
+            loader._non_blocking = True  # accelerate 1.15 forgets it.
         batches = iter(loader)
         self.clock.start_lap()
         while not self.stopped and self.progress.step < self.total_steps:
@@ -497,7 +503,7 @@ class Run:
     def until_stopped(self, loader):
         """Yield the batches of an evaluation, until all ranks agree to stop. A collective."""
         for batch in loader:
-            self.stopped = self.stopped or self.stop_signal.agreed(self.accelerator)
+            self.stopped |= self.stop_signal.agreed(self.accelerator)
             if self.stopped:
                 return
             yield batch
@@ -536,10 +542,11 @@ class Run:
 
 
 class StopSignal:
-    """Whether this rank was told to stop: by Slurm, by its launcher, or by Ctrl-C."""
+    """Whether this rank was told to stop: by Slurm, by Ctrl-C, or by the death of its launcher."""
 
     def __init__(self):
         self.received = False
+        self.parent = os.getppid()
 
     def heed(self):
         """From now on, such a signal does not end the process."""
@@ -552,7 +559,9 @@ class StopSignal:
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any rank was told to stop. A collective."""
-        if self.received:
+        # The parent of one that nobody launched is a shell, which may go.
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+        if self.received or (launched and os.getppid() != self.parent):
             accelerator.set_trigger()
         return accelerator.check_trigger()
 
@@ -564,7 +573,6 @@ class Display:
 
     def __init__(self, accelerator: Accelerator, total_steps: int, step: int):
         self.accelerator = accelerator
-        self.total_steps = total_steps
         self.line_at = time.monotonic()
         self.bar = tqdm(
             total=total_steps,
@@ -580,17 +588,17 @@ class Display:
         if hasattr(grad_norm, "full_tensor"):  # It is a DTensor, of which each rank has a part.
             grad_norm = grad_norm.full_tensor()
         if grad_norm is not None:
-            values = values | {"grad_norm": float(grad_norm)}
+            values["grad_norm"] = float(grad_norm)
         self.accelerator.log(values, step)
         text = f"loss {values['loss']:.4f}  {values['samples_per_second']:,.0f} samples/s"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and time.monotonic() - self.line_at > SYNC_SECONDS:
-            say(f"step {step}/{self.total_steps}  {text}")
+            say(f"step {step}/{self.bar.total}  {text}")
             self.line_at = time.monotonic()
 
 
-def read_losses(accelerator, losses: list, per_step: int, clock: "Clock"):
+def read_losses(accelerator, losses, per_step, clock):
     """The loss of each step, of the losses of its micro-batches on the device; and the seconds that
     these steps took. Both are means over all ranks, so the same on each. A collective.
     """
@@ -602,7 +610,7 @@ def read_losses(accelerator, losses: list, per_step: int, clock: "Clock"):
 
 
 @contextlib.contextmanager
-def tracing(run: Run):
+def tracing(run):
     """The context to train in. With --profile, it traces five steps after the warm-up."""
     if not run.args.profile:
         yield
@@ -612,6 +620,8 @@ def tracing(run: Run):
         schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
         output_trace_dir=str(run.folder / "traces"),
     )
+    if run.total_steps - run.progress.step < WARMUP_STEPS + 7:
+        say("warning: --profile traces steps 13 to 17 from the start, and the run has fewer")
     with run.accelerator.profile(options) as run.profiler:
         yield
 
@@ -656,13 +666,13 @@ class Clock:
         return time.perf_counter() - self.lap_began
 
 
-def age() -> float:
+def age():
     """The seconds since this process began, imports included."""
     began = psutil.Process().create_time() - psutil.boot_time()  # in seconds after the boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def peak_memory() -> float:
+def peak_memory():
     """The most MB that this process held on its (first) GPU, or CPU, since `reset_peak_memory`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
@@ -687,26 +697,42 @@ def open_folder(run: Run):
     """Whether the run in the folder is completed; the path of the checkpoint to go on from, or
     None; and its progress. For rank 0.
     """
-    record = run.folder / "run.json"
     checkpoints = run.folder / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    saved = complete_ones(checkpoints)
-    if (saved or record.exists()) and not run.args.resume:
+    # One that is being written is named .partial, and one that was passed over .damaged.
+    saved = sorted(checkpoints.glob(CHECKPOINT))
+    record = read_record(run.folder)
+    if (saved or record is not None) and not run.args.resume:
         abort(f"{run.folder} holds another run: add --resume, or change --output_dir")
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    run.lock = lock(run.folder)
+    if record and record["status"] == "completed":
+        refuse_other_settings(settings_of(record), run.settings)
+        return True, None, {}
     path, progress = newest_whole(saved, run.settings)
-    completed = record.exists() and b'"status": "completed"' in record.read_bytes()
-    if saved and not path and not completed:
+    if saved and not path:
         abort(f"no checkpoint in {run.folder} is whole: start afresh in another --output_dir")
     for partial in checkpoints.glob(CHECKPOINT + ".partial"):
         shutil.rmtree(partial)  # A killed run left it.
-    return completed, path, progress
+    return False, path, progress
 
 
-def complete_ones(folder: Path) -> list[Path]:
-    """The complete checkpoints, from old to new. One that is being written is named .partial, and
-    one that a resumed run passed over .damaged.
-    """
-    return sorted(folder.glob(CHECKPOINT))
+def lock(folder: Path):
+    """Have the folder alone, as long as this process lives and keeps what is returned."""
+    file = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also over NFS
+    except BlockingIOError:
+        abort(f"another run is writing into {folder}: wait for it, or choose another --output_dir")
+    except OSError as problem:
+        say(f"warning: {folder} cannot be locked ({problem}): start no second run in it")
+    return file
+
+
+def refuse_other_settings(old, new):
+    """Refuse to go on with a run that something else was asked for."""
+    changes = [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
+    if changes:
+        abort(f"cannot resume a run with other settings: {', '.join(changes)}")
 
 
 def save_checkpoint(run: Run):
@@ -725,10 +751,10 @@ def save_checkpoint(run: Run):
             "progress": vars(run.progress),
             "files": dict(sums),
         }
-        contents["checksum"] = checksum_of_json(contents)
-        (partial / "checkpoint.json").write_text(json.dumps(contents))
+        text = json.dumps(contents)
+        write_whole(partial / "checkpoint.json", f"{text}\n{zlib.crc32(text.encode())}")
         partial.rename(final)
-        for old in complete_ones(final.parent)[:-2]:  # Two stay, as one may get damaged.
+        for old in sorted(final.parent.glob(CHECKPOINT))[:-2]:  # Two stay, as one may get damaged.
             # Renamed first: a kill in the middle leaves no half under a complete one's name.
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
     run.accelerator.wait_for_everyone()
@@ -757,14 +783,14 @@ def replacing(folder: Path):
         new.mkdir()
     yield new
     if main_process:
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def newest_whole(saved: list[Path], settings: dict):
+def newest_whole(saved, settings):
     """The path and the progress of the newest checkpoint that is as it was written, or None and {}.
     Damaged ones that are newer are renamed.
     """
@@ -776,38 +802,27 @@ def newest_whole(saved: list[Path], settings: dict):
             say(f"warning: skipping the damaged checkpoint {path}: {damage}")
             damaged.append(path)
             continue
-        old = contents["settings"]
-        changes = [
-            f"{key} {old.get(key)} -> {settings[key]}"
-            for key in settings
-            if old.get(key) != settings[key]
-        ]
-        if changes:
-            abort(f"cannot resume a run with other settings: {', '.join(changes)}")
+        refuse_other_settings(contents["settings"], settings)
         for broken in damaged:
-            broken.rename(broken.with_suffix(".damaged"))
+            aside = broken.with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)  # one that was damaged before
+            broken.rename(aside)
         return str(path), contents["progress"]
     return None, {}
 
 
-def read_checkpoint(path: Path):
+def read_checkpoint(path: Path) -> dict:
     """What checkpoint.json says; OSError or ValueError if it or another file is damaged."""
-    text = (path / "checkpoint.json").read_text()
-    earlier = text.rpartition("\n")[2].isdigit()  # Formats 1 and 2 had a second line, the checksum.
-    contents = {} if earlier else json.loads(text)
-    if not earlier and contents.pop("checksum", None) != checksum_of_json(contents):
+    text, _, crc = (path / "checkpoint.json").read_bytes().rpartition(b"\n")
+    if zlib.crc32(text) != int(crc):
         raise ValueError("its checkpoint.json has changed")
-    if contents.get("format") != CHECKPOINT_FORMAT:
+    contents = json.loads(text)
+    if not isinstance(contents, dict) or contents.get("format") != CHECKPOINT_FORMAT:
         abort(f"{path} is an earlier version's: go on with that, or change --output_dir")
     for name, value in contents["files"].items():
         if checksum(path / name) != value:
             raise ValueError("its files have changed")
     return contents
-
-
-def checksum_of_json(contents: dict) -> int:
-    """The CRC-32 of contents as JSON."""
-    return zlib.crc32(json.dumps(contents).encode())
 
 
 def checksum(path: Path) -> int:
@@ -844,12 +859,14 @@ def describe_run(run: Run) -> dict:
     options = {}
     if strategy.startswith("zero"):
         options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
-    elif strategy == "fsdp":
+    else:
         options = {
             name.removeprefix("FSDP_").lower(): value
             for name, value in os.environ.items()
             if name.startswith("FSDP_")
         }
+    if strategy == "hsdp":
+        options |= sizes_of_hsdp()
     compute = {
         "precision": state.mixed_precision,
         "dynamo": state.dynamo_plugin.backend.value.lower(),
@@ -862,8 +879,8 @@ def describe_run(run: Run) -> dict:
         "dropout": args.dropout,
         "learning_rate": args.learning_rate,
     }
-    libraries = ("torch", "accelerate", "deepspeed", "transformers")
     return compute | {
+        "version": VERSION,
         "script": Path(__file__).name,
         "strategy": strategy,
         "strategy_options": options,
@@ -878,7 +895,8 @@ def describe_run(run: Run) -> dict:
         "profiled": args.profile,
         "argv": sys.argv,
         "versions": {
-            name: getattr(sys.modules.get(name), "__version__", None) for name in libraries
+            name: getattr(sys.modules.get(name), "__version__", None)
+            for name in ("torch", "accelerate", "deepspeed", "transformers")
         },
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
@@ -893,8 +911,23 @@ def settings_of(record: dict) -> dict:
         strategy = "ddp"
     elif strategy.startswith("zero"):
         strategy = f"{strategy} on {record['devices']}"
-    same = {key: record[key] for key in ("strategy_options", "global_batch_size")}
-    return {"strategy": strategy} | same | record["workload"]
+    options = record["strategy_options"].items()
+    same = {
+        "strategy": strategy,
+        "strategy_options": {key: value for key, value in options if key not in HSDP_SIZES},
+        "global_batch_size": record["global_batch_size"],
+    }
+    return same | record["workload"]
+
+
+def read_record(folder: Path):
+    """What run.json says; {} if it is damaged, as by a loss of power; None if there is none."""
+    try:
+        return json.loads((folder / "run.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
 
 
 def write_record(run: Run, status: str):
@@ -905,6 +938,8 @@ def write_record(run: Run, status: str):
     rank = {
         "rank": run.accelerator.process_index,
         "host": os.uname().nodename,
+        "device_name": device_name(),
+        "cores": len(os.sched_getaffinity(0)),
         "real": age(),
         "user": used.user,
         "sys": used.system,
@@ -930,7 +965,7 @@ def write_record(run: Run, status: str):
         write_whole(run.folder / "run.json", json.dumps(run.record, indent=1) + "\n")
 
 
-def device_name() -> str:
+def device_name():
     """The name of the (first) GPU, or of the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -942,25 +977,31 @@ def device_name() -> str:
 def write_whole(path: Path, text: str):
     """Write a file, or leave the old one as it is if the process is killed meanwhile."""
     partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 
 # -------- launch
 
 
-def make_accelerator(args: argparse.Namespace):
-    """The Accelerator for the launcher's YAML, and its strategy: baseline, dp, ddp, fsdp, zero1,
-    zero2 or zero3.
+def make_accelerator(args):
+    """The Accelerator for the launcher's YAML, and its strategy: baseline, dp, ddp, fsdp, hsdp,
+    zero1, zero2 or zero3.
     """
     strategy = read_strategy()
     refuse_wrong_launch(strategy)
+    refuse_wrong_yaml(strategy, args)
     connect(strategy, timedelta(seconds=args.collective_timeout))
     # Its default names the second in which a rank began, so that of rank 0 is taken.
     args.output_dir = on_rank_0(lambda: args.output_dir)
+    # Gradients lie in the buckets of the all-reduce, and not beside them too. Buffers are constant,
+    # as BERT's positions are, so they need not be sent.
+    ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = Accelerator(
-        # Gradients lie in the buckets of the all-reduce, and not beside them too.
-        kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[ddp],
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
         dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -979,15 +1020,27 @@ def make_accelerator(args: argparse.Namespace):
         state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15: it needs a GPU
     if strategy == "zero":
         config = state.deepspeed_plugin.deepspeed_config
-        strategy += str(config["zero_optimization"]["stage"])
-        if args.max_grad_norm:  # DeepSpeed does not clip in clip_grad_norm_, but by a setting.
-            config["gradient_clipping"] = args.max_grad_norm
-            config["zero_optimization"].pop("compute_grad_norm", None)
+        zero = config["zero_optimization"]
+        strategy += str(zero["stage"])
+        if strategy == "zero3":
+            zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
+        # DeepSpeed clips by a setting of its own, by 1.0 if it is "auto". What a YAML says counts,
+        # and is recorded, as if --max_grad_norm had said it.
+        clipping = config["gradient_clipping"]
+        if clipping != "auto" and not args.max_grad_norm:
+            args.max_grad_norm = clipping or None
+        config["gradient_clipping"] = args.max_grad_norm or 0.0
+        if args.max_grad_norm:
+            zero.pop("compute_grad_norm", None)
+    if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ:
+        strategy = "hsdp"
     return accelerator, strategy
 
 
-def read_strategy() -> str:
-    """The strategy, as the launcher hands it over: in the environment. Any ZeRO is "zero"."""
+def read_strategy():
+    """The strategy, as the launcher hands it over: in the environment. Any ZeRO is "zero", and HSDP
+    is "fsdp".
+    """
     env = os.environ
     marked = env.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"  # by dp.yaml
     if marked:
@@ -1001,21 +1054,54 @@ def read_strategy() -> str:
     return "dp" if marked else "baseline"
 
 
-def refuse_wrong_launch(strategy: str):
-    """Refuse what would silently be another run than the one asked for."""
+def sizes_of_hsdp():
+    """How many replicas of the model the ranks hold, and in how many shards each is divided."""
+    return {name: int(os.environ[f"PARALLELISM_CONFIG_{name.upper()}"]) for name in HSDP_SIZES}
+
+
+def refuse_wrong_launch(strategy):
+    """Refuse processes that would silently be another run than the one asked for."""
     env = os.environ.get
     gpus = torch.cuda.device_count()
     ranks = int(env("LOCAL_WORLD_SIZE", 1))
+    # The launcher sets MASTER_ADDR also where it starts one process in spite of --num_processes.
     alone = env("WORLD_SIZE", "1") == env("SLURM_STEP_NUM_TASKS", "1") == "1"
-    if not alone and env("LOCAL_RANK") is None:
-        abort("WORLD_SIZE or Slurm tell of more processes: each would train alone; use ddp.yaml")
+    if env("LOCAL_RANK") is None and (not alone or "MASTER_ADDR" in os.environ):
+        abort(
+            "WORLD_SIZE, MASTER_ADDR or Slurm tell of more processes, and each would train alone: "
+            "use ddp.yaml, without --cpu; for one process, --num_processes 1"
+        )
+    if gpus and not torch.cuda.is_available():
+        abort("torch finds a GPU that it cannot use: is its driver too old? See nvidia-smi")
     if 0 < gpus < ranks:
         abort(f"{ranks} processes on {gpus} GPU(s): add --num_processes {gpus} (times the nodes)")
+
+
+def refuse_wrong_yaml(strategy, args):
+    """Refuse what a YAML or the launcher says and what would not work, or not be heeded."""
+    env = os.environ.get
+    steps = str(args.gradient_accumulation_steps)
+    if env("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps) != steps:
+        abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
     if strategy == "dp" and env("ACCELERATE_MIXED_PRECISION") == "bf16":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
+    if strategy == "fsdp" and env("FSDP_VERSION") != "2":
+        abort("FSDP's first version is not supported: write fsdp_version: 2 into the YAML")
+    if env("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
+        abort("a new head would train on rank 0 only: fsdp_cpu_ram_efficient_loading: false")
+    hsdp = "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
+    if hsdp and math.prod(sizes_of_hsdp().values()) != int(env("WORLD_SIZE", 1)):
+        abort(
+            "--parallelism_config_dp_replicate_size NODES times --parallelism_config_dp_shard_size "
+            f"GPUS_OF_A_NODE must be the number of processes, {env('WORLD_SIZE')}"
+        )
+    if strategy == "zero" and re.search(r"[\[*?]", args.output_dir):
+        abort("DeepSpeed resumes from no path with [, * or ? in it: change --output_dir")
+    if strategy == "zero" and "--dynamo_backend" in psutil.Process(os.getppid()).cmdline():
+        abort("accelerate 1.15 drops --dynamo_backend under DeepSpeed: use fsdp.yaml")
 
 
-def connect(strategy: str, timeout: timedelta):
+def connect(strategy, timeout: timedelta):
     """Connect the ranks. What has to be set before there is an Accelerator stands here."""
     # deepspeed 0.19.8 makes groups with torch's default timeout: until it takes the one given.
     distributed_c10d.default_pg_timeout = timeout
@@ -1023,9 +1109,11 @@ def connect(strategy: str, timeout: timedelta):
     # The YAML names DeepSpeed's JSON as seen from the current folder, or else from this script's.
     config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if config and not Path(config).exists():
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(Path(__file__).parent / config)
+        config = str(Path(__file__).parent / config)
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
     if torch.cuda.device_count():
         torch.set_float32_matmul_precision("high")  # TF32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.15 plans it anew for each width.
         PartialState(timeout=timeout)
         return
 
@@ -1090,14 +1178,17 @@ def abort(message: str):
     sys.exit("error: " + " ".join(str(message).split()).removeprefix("error: "))
 
 
-def abort_if_out_of_memory(problem: Exception, folder: str):
-    """End the run with one line if torch, DeepSpeed or Python found no memory; else do nothing."""
-    if not re.search("MemoryError|out of memory|allocate memory|bad_alloc", repr(problem)):
-        return
-    record = Path(folder) / "run.json"
-    if record.exists() and Path(__file__).with_name("fit.py").exists():
-        abort(f"out of memory: python fit.py {record} tells what held how much")
-    abort("out of memory: lower --per_device_train_batch_size, or shard the model by fsdp.yaml")
+def abort_if_known(problem: Exception, folder: str):
+    """End the run with one line if memory or a disk is full, or a file is at fault."""
+    text = repr(problem)
+    if re.search("MemoryError|out of memory|allocate memory|bad_alloc|ALLOC_FAILED", text):
+        abort(
+            "out of memory: lower --per_device_train_batch_size, or shard the model by fsdp.yaml; "
+            f"in the project, python fit.py {folder}/run.json tells what held how much"
+        )
+    of_a_disk = re.search("No space left|PytorchStreamWriter|os error", text)
+    if of_a_disk or (isinstance(problem, OSError) and problem.filename):
+        abort(f"{problem}: mend that, then --resume goes on from the newest checkpoint")
 
 
 def cli():
@@ -1105,8 +1196,8 @@ def cli():
     args = parse_args()
     try:
         main(args)
-    except (RuntimeError, MemoryError) as problem:
-        abort_if_out_of_memory(problem, args.output_dir)
+    except Exception as problem:
+        abort_if_known(problem, args.output_dir)
         raise
     if not torch.cuda.is_available():
         # In an orderly end gloo may hang or abort: until pytorch#56297 and #190489 are closed.

@@ -106,13 +106,7 @@ def bytes_held(model, optimizer):
         count("parameters", getattr(parameter, "ds_tensor", None))
         count("gradients", parameter.grad)
     if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
-        for gradient in itertools.chain(*filter(None, inner.averaged_gradients.values())):
-            count("gradients", gradient)
-        # Of ZeRO-2, and of ZeRO-3.
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-            for part in getattr(inner, name, []):
-                count("master_copy", part)
-                count("gradients", part.grad)
+        count_zeros_parts(inner, count)
         inner = inner.optimizer
     for value in itertools.chain(*(state.values() for state in inner.state.values())):
         count("states", value)
@@ -122,6 +116,17 @@ def bytes_held(model, optimizer):
     if lone and hasattr(model, "reducer"):
         held["gradients"] *= 2
     return held
+
+
+def count_zeros_parts(optimizer, count):
+    """Call `count(group, tensor)` for what DeepSpeed's optimizer holds, of ZeRO-1 to ZeRO-3."""
+    for gradient in itertools.chain(*filter(None, optimizer.averaged_gradients.values())):
+        count("gradients", gradient)
+    # Of ZeRO-1 and ZeRO-2, and of ZeRO-3.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        for part in getattr(optimizer, name, []):
+            count("master_copy", part)
+            count("gradients", part.grad)
 
 
 def resident_memory():

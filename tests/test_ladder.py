@@ -91,7 +91,9 @@ def test_hsdp_resumes_on_other_sizes(runs, tmp_path):
     shutil.rmtree(sorted((folder / "checkpoints").glob("step_*"))[-1])
     one = ["--parallelism_config_dp_replicate_size", "1"]
     words = ["hsdp", SCRIPT, folder, *flags(8), *CLIPPED, "--resume"]
-    assert "product is 2" in launch(*words, processes=2, ok=False).error_line()
+    assert (
+        "must be the number of processes, 2" in launch(*words, processes=2, ok=False).error_line()
+    )
     resumed = launch(*words, processes=2, launcher=one)
     assert resumed.record["resumed_from"] and (folder / "checkpoints" / "best").is_dir()
     assert resumed.losses == pytest.approx(runs("baseline").losses, rel=1e-5)
