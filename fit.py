@@ -107,6 +107,12 @@ def parse_args():
     add("--max_seq_length", type=int, default=384, help="tokens in a window (default: %(default)s)")
     add("--num_processes", type=int, default=2, help="devices on all nodes (default: %(default)s)")
     add(
+        "--num_machines",
+        type=int,
+        default=1,
+        help="nodes: HSDP divides a model within one (default: %(default)s)",
+    )
+    add(
         "--mixed_precision",
         choices=["no", "bf16"],
         default="no",
@@ -124,9 +130,11 @@ def parse_args():
         help="more than 0: masks are kept (default: %(default)s)",
     )
     args = parser.parse_args()
-    for name in ("per_device_train_batch_size", "max_seq_length", "num_processes"):
+    for name in ("per_device_train_batch_size", "max_seq_length", "num_processes", "num_machines"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} has to be 1 or more, got {getattr(args, name)}")
+    if args.num_processes % args.num_machines:
+        parser.error(f"--num_machines {args.num_machines} does not divide {args.num_processes}")
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout has to be at least 0 and below 1, got {args.dropout}")
     if args.memory.endswith(".json") or Path(args.memory).is_file():
@@ -152,7 +160,8 @@ def make_rows(args):
         if strategy == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
             yield [strategy, *[""] * len(parts), "-", "-", "-"]
             continue
-        rest = args.max_seq_length, args.num_processes, args.mixed_precision
+        shards = args.num_processes // (args.num_machines if strategy == "hsdp" else 1)
+        rest = args.max_seq_length, shards, args.mixed_precision
         held = memory_of(
             strategy,
             args.sizes,

@@ -18,3 +18,10 @@ def name_yaml(strategy, options):
     ]
     offloaded = [strategy, *on_host] in (["zero2", True, False], ["zero3", True, True])
     return f"{strategy}_offload" if offloaded else strategy
+
+
+def shards_of(options, devices):
+    """The ranks that divide a model among them: in HSDP `dp_shard_size` of a record's
+    `strategy_options`, and else all.
+    """
+    return int(options.get("dp_shard_size", devices))

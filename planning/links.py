@@ -4,13 +4,18 @@ import contextlib
 import json
 import math
 import statistics
+from collections import namedtuple
 
 from planning.facts import UNREADABLE
 
+# A collective: its name in check.json, the bytes of the whole tensor, and the ranks of its group
+# (None: all).
+Call = namedtuple("Call", "name bytes ranks", defaults=[None])
 
-def bytes_sent(strategy, parameters, devices, gloo=False):
+
+def bytes_sent(strategy, parameters, devices, gloo=False, shards=None):
     """Bytes that each rank sends in a step, in fp32 and without accumulation; None if no formula is
-    known. `strategy` is the name of a YAML.
+    known. `strategy` is the name of a YAML, and `shards` those of a replica in HSDP.
 
     With ring algorithms, an all-gather or a reduce-scatter of P bytes costs a rank (n - 1) / n x P.
     An all-reduce is one of each. FSDP and ZeRO-3 gather once more, for the backward pass: section 7
@@ -21,6 +26,9 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
     """
     if strategy == "baseline":
         return 0
+    if strategy == "hsdp" and shards:  # FSDP among the shards; then their gradients' all-reduce
+        replicas = bytes_sent("ddp", parameters / shards, devices // shards)
+        return bytes_sent("fsdp", parameters, shards, gloo) + replicas
     strategy = strategy.removesuffix("_offload")
     gathers = {
         "ddp": 1,
@@ -36,13 +44,14 @@ def bytes_sent(strategy, parameters, devices, gloo=False):
 
 
 def seconds_of(call, in_a_row, link, ranks, tree=False):
-    """Seconds of a collective over `ranks` by the lines of a check.json, `link`: the line for calls
-    after computing, or for those `in_a_row`, right after another one.
+    """Seconds of a collective over its own ranks, or else over `ranks`, by a check.json, `link`: by
+    its line for calls after computing, or for those `in_a_row`, right after another one.
 
     With as many ranks as were checked, its line. With others, the latency grows as the number of
     steps from rank to rank: n - 1 in a ring, log2 n in a `tree`, which a broadcast always takes.
     DDP broadcasts a model's buffers in a step, but these are small and left out.
     """
+    ranks = call.ranks or ranks
     line, checked = link["collectives"][call.name], link["processes"]
     line = line["in_a_row"] if in_a_row else line
     tree = tree or call.name == "broadcast"
@@ -50,6 +59,20 @@ def seconds_of(call, in_a_row, link, ranks, tree=False):
     turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
     carried = call.bytes * (turns * (ranks - 1) / ranks if turns else 1)  # as check.py fits it
     return line["latency_seconds"] * hops / before + carried / line["bandwidth_bytes_per_second"]
+
+
+def seconds_of_rows(rows, links):
+    """Seconds of a step's collectives, {"inside": of groups within a node, "between": of others}.
+    `rows` are those of dry_run.json. Of several links, each level takes one of its own.
+    """
+    seconds = {"inside": 0.0, "between": 0.0}
+    for row in rows:
+        level = "between" if row["nodes"] > 1 else "inside"
+        own = [link for link in links if (link["nodes"] > 1) == (level == "between")]
+        mean = Call(row["kind"], row["bytes"] / row["calls"])
+        time = seconds_of(mean, False, (own or links)[0], row["group_size"])
+        seconds[level] += row["calls"] * time
+    return seconds
 
 
 def link_of(bandwidth, latency):

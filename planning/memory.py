@@ -1,10 +1,11 @@
 """What a device holds while a model trains, by formula; what a run held, and what to try next."""
 
+import json
 import math
 
 import pandas as pd
 
-from planning.facts import ARCHITECTURE, name_yaml
+from planning.facts import ARCHITECTURE, name_yaml, shards_of
 
 SIZES = [
     "num_hidden_layers",
@@ -16,8 +17,9 @@ SIZES = [
 ]
 
 # Where each YAML keeps parameters, gradients and optimizer states. "whole": on each device.
-# "shard": 1/n of it on each device. "host": each process has its 1/n in the memory of the CPU.
-# Sections 5.1 to 5.3 of ZeRO, https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
+# "shard": 1/n of it on each device; in HSDP n counts the devices that share a replica. "host": each
+# process has its 1/n in the memory of the CPU. Sections 5.1 to 5.3 of ZeRO,
+# https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
 # https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the gradients as well.
 PLACES = {
     "baseline": ("whole", "whole", "whole"),
@@ -28,6 +30,7 @@ PLACES = {
     "zero2_offload": ("whole", "host", "host"),
     "fsdp_keep": ("shard", "shard", "shard"),  # what it gathers and keeps is in `bytes_of_buffers`
     "fsdp": ("shard", "shard", "shard"),
+    "hsdp": ("shard", "shard", "shard"),
     "fsdp_offload": ("host", "host", "host"),
     "zero3": ("shard", "shard", "shard"),
     "zero3_offload": ("host", "host", "host"),
@@ -129,7 +132,7 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
     step = (4 if precision == "no" else 6) * parameters / devices
-    if strategy.startswith("fsdp"):
+    if strategy.startswith(("fsdp", "hsdp")):
         gathered = parameters if strategy == "fsdp_keep" else 2 * layer
         first = size * (embeddings + 3 * layer)
         return size * (gathered + 2 * layer), first, size * 3 * embeddings
@@ -236,7 +239,10 @@ def hold_by_formula(known):
         strategy, precision = cell["strategy"], cell["precision"]
         row = rows[i] = {}
         if precision in ("no", "bf16") and strategy in PLACES:
-            row |= bytes_of_parts(strategy, cell["parameters"], int(cell["devices"]), precision)
+            options = cell.get("strategy_options")
+            options = json.loads(options) if isinstance(options, str) else {}
+            shards = shards_of(options, int(cell["devices"]))
+            row |= bytes_of_parts(strategy, cell["parameters"], shards, precision)
             tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
             row["activations"] = bytes_of_activations(
                 tokens,
@@ -245,7 +251,7 @@ def hold_by_formula(known):
                 cell["activation_checkpointing"],
             )
         # With accumulation these keep whole gradients from the first micro-batch to the last.
-        keeps = strategy == "zero1" or strategy.startswith("fsdp")
+        keeps = strategy == "zero1" or strategy.startswith(("fsdp", "hsdp"))
         if keeps and cell["gradient_accumulation_steps"] > 1:
             row |= dict.fromkeys(HELD, math.nan)
     found = pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
@@ -260,7 +266,8 @@ def hold(run):
     work, rank = run["workload"], run["rank"]
     strategy, precision, parameters = run["yaml"], run["dtype"], run["parameters"]
     held = {"libraries and data": rank["memory_before_mb"] * 1e6}
-    held |= bytes_of_parts(strategy, parameters, run["devices"], precision)
+    shards = shards_of(run["strategy_options"], run["devices"])
+    held |= bytes_of_parts(strategy, parameters, shards, precision)
     if run["gradient_accumulation_steps"] > 1:
         held["gradients"] += bytes_to_accumulate(run)
     host = held.pop("host")
@@ -277,7 +284,7 @@ def hold(run):
                 model,
                 run["per_device_batch_size"],
                 work["sequence_length"],
-                run["devices"],
+                shards,
                 precision,
                 again,
                 work.get("dropout", 0.1) > 0,
@@ -297,7 +304,7 @@ def bytes_to_accumulate(run):
     """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
     besides those that any step needs.
     """
-    copies = run["yaml"] in ("ddp", "zero1") or run["yaml"].startswith("fsdp")
+    copies = run["yaml"] in ("ddp", "zero1") or run["yaml"].startswith(("fsdp", "hsdp"))
     return 4 * run["parameters"] * copies
 
 
@@ -317,7 +324,8 @@ def next_rungs(run, kept, spared):
         )
 
     batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
-    now, ranks, rungs = needed(run["yaml"], run["devices"]), max(2, run["devices"]), []
+    now = needed(run["yaml"], shards_of(run["strategy_options"], run["devices"]))
+    ranks, rungs = max(2, run["devices"]), []
     if batch > 1:  # the global batch stays the same
         parts = batch if batch % 2 else 2
         whole = bytes_to_accumulate(run) if micro_batches == 1 else 0

@@ -14,9 +14,9 @@ SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
 SPY_LATE    a disk that shows each rank, in a checkpoint that is being written, its own files only
 SPY_FLATTEN the LSTM's weights move into one buffer, as cuDNN moves them on a GPU
 SPY_LIMIT   so many MB for each rank from before the model is made; of a GPU, so many in all
-SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after its third backward pass
+SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
-SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives of steps 3 to 12, with their bytes
+SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
 SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
@@ -28,7 +28,6 @@ import collections
 import ctypes
 import functools
 import importlib
-import itertools
 import json
 import os
 import re
@@ -45,6 +44,9 @@ from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from planning.steps import StepWatch, bytes_held  # noqa: E402
+
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
@@ -185,22 +187,54 @@ def plain(original, *_, **__):
 
 
 class Calls(TorchDispatchMode):
-    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer, or FSDP."""
+    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer, or FSDP: its
+    kind, the size of the group, and the bytes of the whole tensor.
+    """
 
-    calls = []
+    KINDS = {"reduce_scatter": 1, "all_gather": 0, "all_reduce": 0, "reduce": 0, "broadcast": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-            name = function.name().removeprefix("c10d::")
-            # Of what is gathered or scattered, the whole; of several tensors, their sum.
-            size = max(sizes, default=0) if "_base" in name else sum(sizes)
-            self.calls.append([name, size])
+            name = function.name().removeprefix("c10d::").lstrip("_")
+            name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            [kind, *_] = [kind for kind in self.KINDS if name.startswith(kind)] or [name]
+            whole = args[self.KINDS.get(kind, 0)]  # what is scattered, or is gathered into
+            size = sum(part.nbytes for part in tree_leaves(whole))
+            [group] = [arg for arg in args if isinstance(arg, torch.ScriptObject)][:1]
+            group = torch.distributed.ProcessGroup.unbox(group)
+            self.calls.append([kind, group.size(), size])
         return function(*args, **(kwargs or {}))
 
 
-CALLS, SENT = Calls(), []
+class Watch(StepWatch):
+    """Notes what a rank holds and calls in steps."""
+
+    calls = Calls()
+
+    def preparing(self, accelerator, model):
+        self.sizes = [getattr(part, "ds_numel", part.numel()) for part in model.parameters()]
+
+    def begin(self):
+        if "CALLS" in ORDERS and 2 <= self.done < 5:
+            self.calls.__enter__()
+
+    def before_update(self, model, optimizer):
+        if "BYTES" in ORDERS and self.done == 2:
+            note("DIR", "bytes", bytes_held(model, optimizer) | {"sizes": self.sizes})
+
+    def end(self):
+        if "CALLS" in ORDERS and 2 < self.done <= 5:
+            self.calls.__exit__(None, None, None)
+            note("CALLS", "calls", self.calls.calls)
+
+
+if not ORDERS.keys().isdisjoint(("CALLS", "BYTES")):
+    Watch().watch()
+SENT = []
 
 
 @instead("Run.sync", "SYNC")
@@ -211,7 +245,7 @@ def sync(original, run, *args):
     original(run, *args)
 
 
-@instead("Run.after_batch", "WIRE", "CALLS", "STEPS", "SYNC")
+@instead("Run.after_batch", "WIRE", "STEPS", "SYNC")
 def after_batch(original, run, *args):
     before, syncs = run.progress.step, COUNTS["syncs"]
     original(run, *args)
@@ -222,76 +256,12 @@ def after_batch(original, run, *args):
         [line] = [line for line in open("/proc/net/dev") if "eth0:" in line]
         SENT.append(int(line.split()[9]))
         note("WIRE", "wire", SENT)
-    if "CALLS" in ORDERS and step == 2:
-        CALLS.__enter__()
-    if "CALLS" in ORDERS and step == 12:
-        CALLS.__exit__(None, None, None)
-        note("CALLS", "calls", CALLS.calls)
     if "STEPS" in ORDERS and RANK == 0:
         with open(ORDERS["STEPS"], "a") as file:
             file.write(f"{time.time():.2f} {step} {STARTED}\n")
         time.sleep(float(ORDERS.get("PAUSE", 0)))
     if "SYNC" in ORDERS and torch.cuda.is_available() and COUNTS["syncs"] == syncs:
         torch.cuda.set_sync_debug_mode("error")
-
-
-@instead("Accelerator.prepare", "BYTES")
-def prepare(original, self, *parts):
-    if len(parts) == 1:
-        return original(self, *parts)  # the loader for evaluation
-    sizes = [parameter.numel() for parameter in parts[0].parameters()]
-    prepared = model, optimizer, *_ = original(self, *parts)
-    # Where gradients are reduced and not yet gone: before DeepSpeed's step, or zero_grad.
-    zero = self.distributed_type == script.utils.DistributedType.DEEPSPEED
-
-    @instead("step" if zero else "zero_grad", "BYTES", owner=model if zero else optimizer)
-    def counted(original, *args, **options):
-        COUNTS["steps"] += self.sync_gradients
-        if COUNTS["steps"] == 3 and self.sync_gradients:
-            note("DIR", "bytes", bytes_held(model, optimizer) | {"sizes": sizes})
-        return original(*args, **options)
-
-    return prepared
-
-
-def bytes_held(model, optimizer):
-    """What this rank holds of parameters, gradients and optimizer states, in bytes, by storage: a
-    view counts once.
-    """
-    groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
-
-    def count(group, tensor):
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        # Not the counters of steps, and nothing that is offloaded.
-        if tensor is not None and tensor.numel() > 1 and tensor.device.type != "meta":
-            groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-
-    inner = optimizer.optimizer
-    for parameter in model.parameters():
-        count("parameters", parameter)
-        count("parameters", getattr(parameter, "ds_tensor", None))
-        count("gradients", parameter.grad)
-    if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
-        count_zeros_parts(inner, count)
-        inner = inner.optimizer
-    for value in itertools.chain(*(state.values() for state in inner.state.values())):
-        count("states", value)
-    held = {name: sum(group.values()) for name, group in groups.items()}
-    # DDP's buckets are seen in the gradients that are views of them, or else lie beside these.
-    lone = len(groups["gradients"]) == sum(1 for _ in model.parameters())
-    if lone and hasattr(model, "reducer"):
-        held["gradients"] *= 2
-    return held
-
-
-def count_zeros_parts(optimizer, count):
-    for gradient in itertools.chain(*filter(None, optimizer.averaged_gradients.values())):
-        count("gradients", gradient)
-    # Of ZeRO-2, and of ZeRO-3.
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-        for part in getattr(optimizer, name, []):
-            count("master_copy", part)
-            count("gradients", part.grad)
 
 
 if __name__ == "__main__":

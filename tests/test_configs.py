@@ -24,7 +24,15 @@ FSDP_VARIANTS = {
     "fsdp_keep": {"fsdp_reshard_after_forward": False},
     "fsdp_offload": {"fsdp_offload_params": True},
 }  # they differ in one option
-SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
+SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "deepspeed_config": "",
+    "dynamo_config": "dynamo_",
+    "parallelism_config": "parallelism_config_",
+}
+HSDP = dict.fromkeys(
+    ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"), 2
+)
 # DeepSpeed says nothing of a top-level key that it does not know. A JSON may have these and no
 # other, with these values.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # the script's
@@ -94,15 +102,19 @@ def test_yaml_holds_the_strategy_only(path):
     config = ClusterConfig.from_yaml_file(str(path))
     zero = config.distributed_type == "DEEPSPEED"
     assert config.mixed_precision == (None if zero else "no")
-    assert config.num_processes == (1 if path.stem in ("baseline", "dp") else 2)
+    assert config.num_processes == {"baseline": 1, "dp": 1, "hsdp": 4}.get(path.stem, 2)
+    fsdp = yaml.safe_load((CONFIGS / "fsdp.yaml").read_text())
     if path.stem in FSDP_VARIANTS:
-        fsdp = yaml.safe_load((CONFIGS / "fsdp.yaml").read_text())
         fsdp["fsdp_config"] |= FSDP_VARIANTS[path.stem]
         assert yaml.safe_load(text) == fsdp
+    if path.stem == "hsdp":  # its sizes have the product of its processes
+        assert yaml.safe_load(text) == fsdp | {"num_processes": 4, "parallelism_config": HSDP}
 
 
 def test_there_is_one_yaml_a_strategy():
-    assert sorted(path.stem for path in YAMLS) == sorted(["baseline", "dp", *STRATEGIES, *RUNGS])
+    assert sorted(path.stem for path in YAMLS) == sorted(
+        ["baseline", "dp", "hsdp", *STRATEGIES, *RUNGS]
+    )
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 
 import pytest
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run, table_of
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 from planning import facts, memory
 
 CLIPPED = ["--max_grad_norm", 1.0, "--with_tracking", "--checkpointing_steps", 5]
+HSDP_SIZES = ("dp_replicate_size", "dp_shard_size")
 AGAIN = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]  # of a rung
 PAGE = (ROOT / "docs" / "lab" / "12-ladder.md").read_text()
 pytestmark = pytest.mark.slow
@@ -34,7 +36,8 @@ def runs(tmp_path_factory):
         if name in RUNGS:
             spy = {"SPY_DIR": str(folder), "SPY_BYTES": "1"}
             return launch(name, SCRIPT, folder, *AGAIN, env=spy)
-        return launch(name, SCRIPT, folder, *flags(16 if name == "baseline" else 8), *CLIPPED)
+        batch = {"baseline": 16, "hsdp": 4}.get(name, 8)
+        return launch(name, SCRIPT, folder, *flags(batch), *CLIPPED)
 
     return get
 
@@ -45,7 +48,7 @@ def norms(result):
     return {event.step: event.value for event in log.Scalars("grad_norm")}
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, *RUNGS])
+@pytest.mark.parametrize("name", [*STRATEGIES, *RUNGS, "hsdp"])
 def test_clipping_is_the_same_under_every_strategy(name, runs):
     baseline, result = runs("baseline"), runs(name)
     assert norms(result) == pytest.approx(norms(baseline), rel=1e-5) and len(norms(baseline)) >= 6
@@ -73,6 +76,27 @@ def test_each_rank_of_a_rung_holds_what_the_formula_says(name, runs):
         print(name, {part: f"{size / 4 / sum(sizes):.2f}" for part, size in held.items()})
         formula = memory.bytes_held(name, sum(sizes), 2)
         assert sum(held.values()) == pytest.approx(formula, rel=0.05)
+
+
+def test_hsdp_resumes_on_other_sizes(runs, tmp_path):
+    """From four ranks as 2 x 2 on two as 1 x 2. Its record tells it from FSDP; a wrong product is
+    one line.
+    """
+    folder = tmp_path / "run"
+    stopped = launch("hsdp", SCRIPT, folder, *flags(4), *CLIPPED)
+    sizes = {name: stopped.record["strategy_options"][name] for name in HSDP_SIZES}
+    assert stopped.record["strategy"] == "hsdp" and set(sizes.values()) == {2}
+    record = stopped.record | {"status": "running"}
+    (folder / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(sorted((folder / "checkpoints").glob("step_*"))[-1])
+    one = ["--parallelism_config_dp_replicate_size", "1"]
+    words = ["hsdp", SCRIPT, folder, *flags(8), *CLIPPED, "--resume"]
+    assert (
+        "must be the number of processes, 2" in launch(*words, processes=2, ok=False).error_line()
+    )
+    resumed = launch(*words, processes=2, launcher=one)
+    assert resumed.record["resumed_from"] and (folder / "checkpoints" / "best").is_dir()
+    assert resumed.losses == pytest.approx(runs("baseline").losses, rel=1e-5)
 
 
 # -------- the page

@@ -1,0 +1,257 @@
+"""What BERT-base sends under each strategy on 2 to 4,096 devices: the table of docs/scale.md, and
+its pictures.
+
+    python docs/img/draw_scale.py [FOLDER]    # by the formulas of planning/, in a few seconds
+    python docs/img/draw_scale.py --count     # and six dry runs of 512 ranks, half a minute each
+
+BERT-base is in fp32, and a node has eight devices. A dry run counts the same as the formulas: they
+are in docs/results/scale/counts.json, and tests hold both to each other.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
+
+from draw import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
+
+from planning import traffic  # noqa: E402
+
+DATA = ROOT / "tests" / "data"
+COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
+BASE = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "vocab_size": 30522,
+}
+ROW = {
+    "layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "positions": 512,
+    "tensors": None,
+    "parameters": 108_893_186,
+}
+DEVICES = [2, 8, 64, 512, 4096]
+COUNTED = 512
+PER_NODE = 8
+OTHER = "zero2, other setting"  # zero2.yaml with use_multi_rank_bucket_allreduce as it is not
+SETTING = "use_multi_rank_bucket_allreduce"
+COLOURS = {
+    "ddp": "black",
+    "fsdp": BLUE,
+    "hsdp": GREEN,
+    "zero2": ORANGE,
+    OTHER: PINK,
+    "zero3": SKY,
+}
+
+
+def options_of(strategy):
+    """What a record would call strategy_options."""
+    if strategy == "hsdp":
+        return {"dp_shard_size": PER_NODE}
+    if not strategy.startswith("zero"):
+        return {}
+    path = ROOT / "accelerate_configs" / f"{strategy.split(',')[0]}.json"
+    options = json.loads(path.read_text())["zero_optimization"]
+    return options | ({SETTING: not options[SETTING]} if strategy == OTHER else {})
+
+
+def calls_by_formula(strategy, devices):
+    """[(kind, ranks of the group, bytes)] of a step."""
+    name = strategy.split(",")[0]
+    steps = traffic.steps_of(name, traffic.parts_of(ROW), devices, options=options_of(strategy))
+    return [(call.name, call.ranks or devices, call.bytes) for call in traffic.calls_of(steps)]
+
+
+def by_level(strategy, devices):
+    """Calls of a step, and the bytes of those inside a node and of those between nodes. HSDP's
+    first groups are in a node; all other groups have all devices.
+    """
+    found = {"calls": 0, "inside": 0, "between": 0}
+    for kind, _, size in calls_by_formula(strategy, devices):
+        inside = devices <= PER_NODE or strategy == "hsdp" and kind != "all_reduce"
+        found["calls"] += 1
+        found["inside" if inside else "between"] += size
+    return found
+
+
+def cells():
+    """{(strategy, devices): what `by_level` says}. With one node HSDP is FSDP."""
+    return {
+        (strategy, devices): by_level(strategy, devices)
+        for strategy in COLOURS
+        for devices in DEVICES
+        if strategy != "hsdp" or devices > PER_NODE
+    }
+
+
+def table(found):
+    """The table of the page: calls, and MB inside and between nodes."""
+    yield f"| calls; MB | {' | '.join(f'{n:,}' for n in DEVICES)} |"
+    yield "|---" * (len(DEVICES) + 1) + "|"
+    for strategy in COLOURS:
+        texts = []
+        for devices in DEVICES:
+            cell = found.get((strategy, devices))
+            sizes = cell and [f"{cell[level] / 1e6:,.0f}" for level in ("inside", "between")]
+            if cell and strategy == "hsdp":
+                texts.append(f"{cell['calls']:,}; {sizes[0]} and {sizes[1]}")
+            else:
+                texts.append(f"{cell['calls']:,}; {sizes[devices > PER_NODE]}" if cell else "")
+        yield f"| {strategy} | {' | '.join(texts)} |"
+
+
+# -------- dry runs
+
+
+def make_inputs(folder):
+    """BERT-base's config with the tests' small vocabulary, a window of text for each device, and
+    the other zero2.yaml. Returns the script's words.
+    """
+    shutil.copytree(DATA / "tiny_bert", folder / "base")
+    config = json.loads((folder / "base" / "config.json").read_text())
+    (folder / "base" / "config.json").write_text(json.dumps(config | BASE))
+    [paragraph] = json.loads((DATA / "squad_v1.json").read_text())["data"][0]["paragraphs"][:1]
+    paragraph["context"] = paragraph["context"].split(". ")[0]
+    answers = [{"text": paragraph["context"][:5], "answer_start": 0}]
+    asked = [
+        {"id": str(number), "question": "what?", "answers": answers} for number in range(COUNTED)
+    ]
+    article = {"title": "", "paragraphs": [paragraph | {"qas": asked}]}
+    (folder / "questions.json").write_text(json.dumps({"data": [article]}))
+    settings = json.loads((ROOT / "accelerate_configs" / "zero2.json").read_text())
+    settings["zero_optimization"] = options_of(OTHER)
+    (folder / "other.json").write_text(json.dumps(settings))
+    text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
+    (folder / f"{OTHER}.yaml").write_text(
+        text.replace("accelerate_configs/zero2.json", str(folder / "other.json"))
+    )
+    files = ["--train_file", folder / "questions.json", "--validation_file"]
+    return [
+        ROOT / "train_bert_squad.py",
+        *("--model_name_or_path", folder / "base", "--from_scratch"),
+        *(*files, DATA / "squad_v1.json", "--max_train_samples", 0, "--max_seq_length", 64),
+        *("--doc_stride", 16, "--per_device_train_batch_size", 1),
+    ]
+
+
+def count(strategy, devices, folder, words):
+    """The dry_run.json of a strategy on so many devices."""
+    yaml = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    yaml = folder / yaml.name if strategy == OTHER else yaml
+    nodes = max(1, devices // PER_NODE)
+    out = folder / f"{strategy}-{devices}"
+    command = [sys.executable, ROOT / "dry_run.py", "--nodes", nodes, devices, yaml]
+    began = time.time()
+    with open(folder / "log", "w") as log:
+        words = list(map(str, [*command, *words, "--output_dir", out]))
+        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        _, code, usage = os.wait4(process.pid, 0)
+    if code:
+        sys.exit((folder / "log").read_text())
+    print(
+        f"{strategy} on {devices}: {time.time() - began:.0f} s, of the CPU "
+        f"{usage.ru_utime + usage.ru_stime:.0f} s, {usage.ru_maxrss / 1e6:.1f} GB",
+        flush=True,
+    )
+    found = json.loads((out / "dry_run.json").read_text())
+    names = ("nodes", "parameters", "collectives", "held_bytes", "peak_bytes")
+    return {"strategy": strategy, "devices": devices} | {name: found[name] for name in names}
+
+
+def count_all():
+    """Count all strategies on COUNTED devices, and write them down."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = make_inputs(Path(folder))
+        counted = [count(strategy, COUNTED, Path(folder), words) for strategy in COLOURS]
+    lines = ",\n".join(json.dumps(cell) for cell in counted)
+    COUNTS.write_text(f"[\n{lines}\n]\n")
+
+
+# -------- pictures
+
+LEFT, RIGHT, TOP, BOTTOM = 70, 560, 40, 330
+LEGEND = 585
+
+
+def chart(title, found, series, low, high):
+    """A Picture: lines over the number of devices, both axes by powers. `series`: {text: (colour,
+    dash, {devices: value})}.
+    """
+    picture = Picture()
+    picture.text(LEFT, 22, title, size=14)
+
+    def x_of(devices):
+        share = math.log(devices / DEVICES[0]) / math.log(DEVICES[-1] / DEVICES[0])
+        return LEFT + share * (RIGHT - LEFT)
+
+    def y_of(value):
+        return BOTTOM - math.log(value / low) / math.log(high / low) * (BOTTOM - TOP)
+
+    for devices in DEVICES:
+        picture.text(x_of(devices), BOTTOM + 18, f"{devices:,}", "middle", 12)
+    picture.text((LEFT + RIGHT) / 2, BOTTOM + 38, "devices, eight in a node", "middle", 12)
+    value = low
+    while value <= high:
+        picture.line((LEFT, y_of(value)), (RIGHT, y_of(value)), dash="1 5")
+        picture.text(LEFT - 8, y_of(value) + 4, f"{value:,}", "end", 12)
+        value *= 10
+    for number, (name, (colour, dash, values)) in enumerate(series.items()):
+        points = [(x_of(devices), y_of(value)) for devices, value in values.items()]
+        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        look = f'fill="none" stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
+        y = TOP + 20 + 22 * number
+        picture.lines.append(f'<path d="M{path}" {look}/>')
+        picture.lines.append(f'<path d="M{LEGEND},{y} h28" {look}/>')
+        picture.text(LEGEND + 36, y + 4, name, size=12)
+    return picture
+
+
+def draw(found, folder):
+    """The two pictures."""
+
+    def values(strategy, level):
+        return {n: cell[level] for (name, n), cell in found.items() if name == strategy}
+
+    calls = {name: (colour, "none", values(name, "calls")) for name, colour in COLOURS.items()}
+    picture = chart("Calls of a step", found, calls, 1, 10_000)
+    picture.save(folder / "scale-calls.svg", BOTTOM + 50)
+    sizes = {}
+    for name, colour in COLOURS.items():
+        for level, dash in (("inside", "6 4"), ("between", "none")):
+            megabytes = {n: size / 1e6 for n, size in values(name, level).items() if size}
+            if level == "between" or name == "hsdp":
+                sizes[f"{name}, {level}"] = colour, dash, megabytes
+    picture = chart(
+        "MB that a step's calls carry, inside and between nodes", found, sizes, 10, 10_000
+    )
+    picture.save(folder / "scale-bytes.svg", BOTTOM + 50)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--count", action="store_true", help="count 512 ranks anew before")
+    args = parser.parse_args()
+    if args.count:
+        count_all()
+    found = cells()
+    draw(found, args.folder)
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()
