@@ -12,7 +12,7 @@
 #SBATCH --nodes=1
 #SBATCH --gres=gpu:2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=4
+#SBATCH --cpus-per-task=8
 #SBATCH --time=01:00:00
 # Slurm signals this shell (B:) two minutes before the time is over; then launch.sh lets the ranks
 # save.
