@@ -155,7 +155,7 @@ exit $code'
 
 echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
     "$script with $config, $nodes node(s) x $per_node process(es), $(date '+%F %T')"
-# A start reads thousands of small files. A disk of many nodes is slow at these, but not at one file.
+# A start reads thousands of small files, at which a disk of many nodes is slow, unlike at one file.
 if [ -n "${NODE_DISK:-}" ]; then
     environment=$(python -c 'import sys; print(sys.prefix)') began=$SECONDS
     [ -e "$environment/pyvenv.cfg" ] || fail "NODE_DISK takes a venv, and $environment is none"

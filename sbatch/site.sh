@@ -15,8 +15,8 @@ command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source
 # Modules may set PYTHONPATH. What it names comes before the packages of a venv.
 [ -z "${VIRTUAL_ENV:-}" ] || unset PYTHONPATH
 
-# If a job needs minutes until its ranks start, because the environment is on Lustre or NFS: each job
-# then copies .venv as one file to this disk of each node (docs/cluster.md).
+# If a job needs minutes until its ranks start, as .venv is on Lustre or NFS: with this line, a job
+# copies it as one file to this disk of each node, and runs from there (docs/cluster.md).
 # export NODE_DISK=${TMPDIR:-/tmp}
 
 # The network of the ranks, if they do not find each other: a name that `ip address` shows.
