@@ -150,7 +150,6 @@ while kill -0 $launcher 2>/dev/null; do wait $launcher; done
 wait $launcher
 code=$?
 [ "$SLURM_NODEID" != 0 ] || touch "$FIRST_NODE_ENDED"
-[ -z "${UNPACKED:-}" ] || rm -rf "$UNPACKED"
 exit $code'
 
 echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
@@ -215,6 +214,7 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
+[ -z "${UNPACKED:-}" ] || timeout 20 "${on_each_node[@]}" rm -rf "$UNPACKED"
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
