@@ -214,7 +214,10 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
-[ -z "${UNPACKED:-}" ] || timeout 20 "${on_each_node[@]}" rm -rf "$UNPACKED"
+if [ -n "${UNPACKED:-}" ]; then # what is left when the time is over goes when this job runs again
+    [ -n "$warned$stopped" ] && seconds=5 || seconds=100
+    timeout $seconds "${on_each_node[@]}" rm -rf "$UNPACKED"
+fi
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
