@@ -317,7 +317,7 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     assert " ".join(plan) == "baseline-1x1-r1 dp-1x9-r1 ddp-2x1-r1 ddp-1x9-r1 ddp-2x2-r1"
     assert plan["dp-1x9-r1"] == plan["ddp-1x9-r1"] == "refused"
     log = tmp_path / "report.log"
-    cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 90)
+    cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 300)
     report = (tmp_path / "report.md").read_text()
     assert "ddp-1x9-r1 (ddp, 1 x 9): failed or missing, job refused" in report
     assert f"ddp-2x2-r1 (ddp, 2 x 2): failed or missing, job {plan['ddp-2x2-r1']}" in report
