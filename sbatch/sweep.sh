@@ -120,7 +120,7 @@ if [ -n "$dry_run" ]; then
     echo "$runs runs of $script $*"
 fi
 # The disk of train_bert_squad.py, in fp32: a completed run keeps its last and its best weights. One
-# that goes on has three checkpoints of weights and two states of Adam at most, and writes another.
+# that goes on has two checkpoints of weights and two states of Adam at most, and writes another.
 # shellcheck disable=SC2016
 disk=$([ "$script" != train_bert_squad.py ] || python - "$runs" "$@" 2>/dev/null <<'EOF'
 import sys
@@ -130,7 +130,7 @@ words = " ".join(sys.argv[2:]).replace("=", " ").split()
 name = words[words.index("--model_name_or_path") + 1] if "--model_name_or_path" in words else ""
 name = next((known for known in ("bert-base", "bert-large") if known in name), name or "bert-base")
 parameters = count_parameters(read_model(name))[0]
-print(f"and {(int(sys.argv[1]) * 2 + 4 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
+print(f"and {(int(sys.argv[1]) * 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
 EOF
 )
 hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))

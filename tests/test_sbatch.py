@@ -344,8 +344,8 @@ def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     out = sweep("--dry_run", "--minutes", 30).stdout
     # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and
     # 2 x (2 + 2 + 4) GPUs x 1/12 hour for checks; 109 million weights of 4 bytes, in two copies of
-    # each run and in four checkpoints with two states of each
-    much = "45 jobs, at most {} GPU-hours and 38.3 GB of disk".format
+    # each run and in three checkpoints with two states of each
+    much = "45 jobs, at most {} GPU-hours and 37.0 GB of disk".format
     assert f"38 runs of train_bert_squad.py \n{much(44.3)}" in out
     assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 44
     jobs, (keys, terminal) = tmp_path / "jobs", os.openpty()
