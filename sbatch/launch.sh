@@ -215,7 +215,7 @@ done
 kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
 if [ -n "${UNPACKED:-}" ]; then # what is left when the time is over goes when this job runs again
-    [ -n "$warned$stopped" ] && seconds=5 || seconds=100
+    [ -n "$warned$stopped" ] && seconds=5 || seconds=60
     timeout "$seconds" "${on_each_node[@]}" rm -rf "$UNPACKED"
 fi
 
