@@ -221,7 +221,7 @@ fi
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
-[ "$code" = unknown ] || ! locked --nonblock || fail "$taken, so not queued again"
+[[ $code = 0 || $code = unknown ]] || ! locked --nonblock || fail "$taken, so not queued again"
 if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then
     [ -z "${DROP_CHECKPOINTS:-}" ] || rm -rf "$output/checkpoints"
     exit 0

@@ -399,8 +399,7 @@ def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
     assert "leaving out 1x2: this machine has 1 GPU(s)" in runs[1].stdout
 
     none = sweep("--local", "probe.py", cwd=project, env={"PATH": BARE})
-    assert none.returncode == 1 and none.stderr.startswith("error: no accelerate on the PATH")
-    assert none.stderr.count("\n") == 1
+    assert none.returncode == 1 and re.fullmatch("error: no accelerate on .*\n", none.stderr)
 
 
 def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
