@@ -9,6 +9,8 @@ CONSTRAINTS ?= $(or $(word 1,$(MADE)),constraints$(OLD_PYTHON).txt)
 TORCH ?= $(word 2,$(MADE))
 BUILD := $(if $(MADE),$(word 2,$(MADE)),$(TORCH))
 BIN := .venv/bin
+# Modules of a cluster may set it. pip would take what it names for installed.
+unexport PYTHONPATH
 # A terminal shows pip's progress; a log gets the commands only.
 PIP = $(BIN)/pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
 REPEATS = 2
@@ -30,14 +32,17 @@ setup: .venv/installed  ## make .venv and install requirements.txt into it; TORC
 
 dev: .venv/installed-dev
 
+# .venv may be a link to another disk. What another Python left in it goes. The stamp comes last.
 .venv/installed: requirements.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
 		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
 	@echo "Installing into .venv, once. This takes 10 to 20 minutes, near a mirror 3 or 4:"
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" ] || \
+		echo --clear) "$$(readlink -f .venv)"
 	$(PIP) -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
 		--index-url https://download.pytorch.org/whl/$(BUILD))
 	$(PIP) -c $(CONSTRAINTS) -r requirements.txt
+	$(BIN)/python -c "import torch, torchvision, accelerate"
 	echo $(CONSTRAINTS) $(BUILD) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
@@ -45,11 +50,11 @@ dev: .venv/installed-dev
 	touch $@
 
 train: setup  ## train the MNIST RNN under DDP on scikit-learn's digits: no download, no GPU needed
-	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
+	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(DIGITS)
 
 train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
-	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
+	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 30
 
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
@@ -78,13 +83,13 @@ test-gpu: dev  ## prove it on this machine's GPUs: all of it, or make test-gpu O
 	$(BIN)/python sbatch/check_gpu.py $(if $(ONLY),--only $(ONLY))
 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
-	export PATH="$$PWD/$(BIN):$$PATH" && \
+	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
-	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) && \
-	mkdir $(SWEEP)/bert && { cp -r $(SWEEP)/mnist/check-* $(SWEEP)/bert 2>/dev/null; true; } && \
-	$$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
-		--max_train_samples 112 --num_epochs 8 && \
-	python report.py $(SWEEP)
+	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) || failed=1; } && \
+	mkdir -p $(SWEEP)/bert && { cp -r $(SWEEP)/mnist/check-* $(SWEEP)/bert 2>/dev/null; true; } && \
+	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
+		--max_train_samples 112 --num_epochs 8 || failed=1; } && \
+	python report.py $(SWEEP) && exit $$failed
 
 lint: dev  ## check form and style
 	$(BIN)/ruff format --check .

@@ -4,7 +4,7 @@
 #   sbatch sbatch/2node.sh                                                  BERT on SQuAD under DDP
 #   sbatch sbatch/2node.sh accelerate_configs/fsdp.yaml train_bert_squad.py --num_epochs 2
 #   sbatch sbatch/2node.sh accelerate_configs/zero3.yaml --mixed_precision bf16 train_bert_squad.py
-#   sbatch --nodes=4 --gres=gpu:a100:2 --time=02:00:00 sbatch/2node.sh accelerate_configs/fsdp.yaml
+#   sbatch --nodes=4 --gres=gpu:2 --cpus-per-task=8 sbatch/2node.sh accelerate_configs/fsdp.yaml
 #   PROCESSES_PER_NODE=4 sbatch --gres=none sbatch/2node.sh                 on a CPU partition
 # Flags of `accelerate launch` come after the YAML, flags of the script after the script. Partition,
 # account and modules belong in sbatch/site.sh. A job that is interrupted queues itself again and

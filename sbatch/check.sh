@@ -17,7 +17,8 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
 [ -f sbatch/launch.sh ] ||
     { echo "error: no sbatch/launch.sh in $PWD: submit from the project's root" >&2 && exit 1; }
 if [ "${1:-}" = --full ]; then
-    source sbatch/site.sh
+    source sbatch/common.sh
+    load_site
     exec python sbatch/check_gpu.py "${@:2}"
 fi
 RECORD=check.json exec bash sbatch/launch.sh accelerate_configs/ddp.yaml sbatch/check.py "$@"

@@ -7,10 +7,7 @@ set -uo pipefail
 
 { # bash reads all of it before it starts, so editing this file does not change running jobs
 
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
+source sbatch/common.sh
 
 # -------------------------------------------------------------------------------------- what to run
 
@@ -18,12 +15,7 @@ fail() {
 warned='' stopped=''
 trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
 trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job
-site() { # a function, as conda would take the arguments of this script for its own
-    set +u # what modules and conda read is not always set
-    source sbatch/site.sh
-}
-site || fail "sbatch/site.sh ended with an error"
-set -u
+load_site
 RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "failed"
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
@@ -57,8 +49,34 @@ done
 
 # --------------------------------------------------------------------------------- what was granted
 
+need_launcher
 nodes=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_ON_NODE:-0} # on this node; the check of the nodes below holds the others to it
+cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each node
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# One task per node. Each is a launcher, which starts this node's ranks.
+on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores"
+    --export=ALL)
+# A step has the GPUs that were asked for. This shell has all of its node, if that is exclusive.
+# shellcheck disable=SC2016
+seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
+    found=$(command -v accelerate-launch || echo none)
+    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $found"
+    ! command -v nvidia-smi >/dev/null ||
+        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || true
+' 2>&1) || {
+    asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_PER_TASK:-}}
+    [ -z "$asked" ] || fail "--gpus-per-node and --gpus-per-task do not replace the wrapper's" \
+        "--gres, which Slurm granted: type --gres=gpu:$asked instead"
+    echo "$seen"
+    fail "srun does not reach all nodes"
+}
+sort -n <<<"$seen"
+! grep 'core(s), none' <<<"$seen" >/dev/null ||
+    fail "a node finds no accelerate: is the environment on a disk of all nodes?"
+gpus=$(sort -n <<<"$seen" | sed -n 's/.*: \([0-9]*\) GPU(s).*/\1/p' | head -n 1)
+[ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
+    fail "not every node was granted $gpus GPU(s), like $first:" \
+        "ask for the same on each, with --gres=gpu:N"
 per_node=$gpus
 [ "$gpus" -gt 0 ] || per_node=${PROCESSES_PER_NODE:-1}
 [[ $per_node =~ ^[1-9][0-9]*$ ]] ||
@@ -67,15 +85,18 @@ if grep -Eq "^distributed_type: *['\"]?NO" "$config"; then # baseline or DP: one
     [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes:" \
         "use sbatch/1node.sh for it, or accelerate_configs/ddp.yaml on several nodes"
     per_node=1
+    [ "$gpus" -lt 2 ] || grep -q data_parallel "$config" ||
+        echo "warning: $config uses one of $gpus GPUs: ask for one, with --gres=gpu:1"
+elif [ "$gpus" -gt 0 ] && [ $((cores / gpus)) -lt 4 ]; then
+    echo "warning: $cores core(s) for $gpus GPU(s), where the wrappers ask for 4 each: times do" \
+        "not compare; ask for as many, with --cpus-per-task=$((4 * gpus))"
 fi
 processes=$((nodes * per_node))
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Each job has a port of its own (array tasks have job ids of their own). It is below the ports that
 # the kernel hands out.
 port=$((10000 + SLURM_JOB_ID % 20000))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
 
-cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each node
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
 # When C++ ends a rank, as NCCL does after a timeout, Python says where its threads stood, and torch
 # writes the rank's last collectives to ~/.cache/torch/comm_lib_trace_rank_*.
@@ -95,33 +116,34 @@ done
 [ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
     fail "the tasks of an array would share --output_dir $output"
 mkdir -p "$output" || fail "cannot make the output directory $output"
-owner=$(cat "$output/.job" 2>/dev/null)
-alive=PENDING,RUNNING,SUSPENDED,COMPLETING # then, its ranks may still save
-if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then
-    [ -z "$(squeue --noheader --jobs="$owner" --states=$alive 2>/dev/null)" ] ||
-        fail "job $owner writes into $output: wait for it, or choose another --output_dir"
-fi
-echo "$SLURM_JOB_ID" >"$output/.job"
+# Rank 0 of a run holds this lock. A job that is queued again waits here for ranks of its last
+# attempt that still save.
+taken="another run is writing into $output"
+locked() { # a file system without locks gives another exit code
+    flock "$@" --conflict-exit-code 75 "$output/.lock" true
+    [ $? = 75 ]
+}
+! locked --wait 60 || fail "$taken: wait for it, or choose another --output_dir"
 
 # ---------------------------------------------------------------------------------- the launch line
 
-# One task per node. Each is a launcher, which starts this node's ranks.
-on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores"
-    --export=ALL)
 # Static rendezvous: Slurm numbers the nodes, so rank 0 is on the node whose address is known (c10d
 # would number the nodes as they come). No node joins or leaves: if one is lost, the whole job is
 # queued again.
 line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes"
     --rdzv_backend static --rdzv_conf timeout=300
-    --main_process_ip "$first" --main_process_port "$port" --deepspeed_multinode_launcher standard
-    "${launcher_flags[@]}" "$script" --resume "$@")
+    --main_process_ip "$first" --main_process_port "$port" --deepspeed_multinode_launcher standard)
+# Hybrid sharding, as HSDP: shards inside a node, whose links are fast, and a replica on each node.
+! grep -q '^parallelism_config:' "$config" || line+=(
+    --parallelism_config_dp_replicate_size "$nodes" --parallelism_config_dp_shard_size "$per_node")
+line+=("${launcher_flags[@]}" "$script" --resume "$@")
 # $SLURM_NODEID has its value on the node only; here it would be 0 for all nodes. On most clusters
 # Slurm signals this shell and nothing below it. So the shell passes the signal on to the ranks,
 # which are the children of the launcher. The launcher itself has to ignore the signals, or it would
 # die and take the ranks with it.
 # shellcheck disable=SC2016
 task='trap "" USR1 TERM
-accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
+accelerate-launch --machine_rank "$SLURM_NODEID" "$@" &
 launcher=$!
 for signal in USR1 TERM; do trap "pkill -$signal -P $launcher" $signal; done
 while kill -0 $launcher 2>/dev/null; do wait $launcher; done
@@ -132,21 +154,27 @@ exit $code'
 
 echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
     "$script with $config, $nodes node(s) x $per_node process(es), $(date '+%F %T')"
-command -v accelerate >/dev/null ||
-    fail "no accelerate on the PATH: make setup, or say in sbatch/site.sh what to activate"
-# shellcheck disable=SC2016
-seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
-    found=$(command -v accelerate || echo none)
-    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $found"
-    ! command -v nvidia-smi >/dev/null ||
-        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || true
-') || { echo "$seen" && fail "srun does not reach all nodes"; }
-sort -n <<<"$seen"
-! grep 'core(s), none' <<<"$seen" >/dev/null ||
-    fail "a node finds no accelerate: is the environment on a disk of all nodes?"
-[ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
-    fail "not every node was granted $gpus GPU(s), like $first:" \
-        "ask for the same on each, with --gres=gpu:N"
+# A start reads thousands of small files, at which a disk of many nodes is slow, unlike at one file.
+if [ -n "${NODE_DISK:-}" ]; then
+    environment=$(python -c 'import sys; print(sys.prefix)') began=$SECONDS
+    [ -e "$environment/pyvenv.cfg" ] || fail "NODE_DISK takes a venv, and $environment is none"
+    export ARCHIVE=$environment.tar UNPACKED=$NODE_DISK/environment-$SLURM_JOB_ID
+    # shellcheck disable=SC2016
+    flock "$ARCHIVE.lock" bash -c '
+        [ "$ARCHIVE" -nt "$(echo "$0"/lib/python3*/site-packages)" ] ||
+            { tar -C "$0" -cf "$ARCHIVE.new" . && mv "$ARCHIVE.new" "$ARCHIVE"; }' "$environment" ||
+        fail "cannot write $ARCHIVE"
+    echo "packed in $((SECONDS - began)) s: $ARCHIVE" && began=$SECONDS
+    # The scripts of a venv name its own Python, and this is another.
+    # shellcheck disable=SC2016
+    "${on_each_node[@]}" bash -c '
+        rm -rf "$UNPACKED" && mkdir -m 700 "$UNPACKED" && tar -C "$UNPACKED" -xf "$ARCHIVE" &&
+        printf "#!/bin/sh\nexec %q -m accelerate.commands.launch \"\$@\"\n" \
+            "$UNPACKED/bin/python" >"$UNPACKED/bin/accelerate-launch"' ||
+        fail "cannot unpack $ARCHIVE into $NODE_DISK on each node"
+    echo "unpacked in $((SECONDS - began)) s: $UNPACKED on each node"
+    export PATH=$UNPACKED/bin:$PATH VIRTUAL_ENV=$UNPACKED
+fi
 python - <<'EOF'
 import platform
 from importlib.metadata import distributions
@@ -156,7 +184,7 @@ print(f"python {platform.python_version()}, " + ", ".join(
 EOF
 run=("${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20)
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with the machine_rank of its own:"
-printf '%q ' "${run[@]}" accelerate launch --machine_rank 0 "${line[@]}"
+printf '%q ' "${run[@]}" accelerate-launch --machine_rank 0 "${line[@]}"
 echo
 
 # --------------------------------------------------------------- run, and continue when interrupted
@@ -186,10 +214,18 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
+if [ -n "${UNPACKED:-}" ]; then # what is left when the time is over goes when this job runs again
+    [ -n "$warned$stopped" ] && seconds=5 || seconds=60
+    timeout "$seconds" "${on_each_node[@]}" rm -rf "$UNPACKED"
+fi
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
-if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then exit 0; fi
+[[ $code = 0 || $code = unknown ]] || ! locked --nonblock || fail "$taken, so not queued again"
+if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then
+    [ -z "${DROP_CHECKPOINTS:-}" ] || rm -rf "$output/checkpoints"
+    exit 0
+fi
 if status_is failed && [ -n "$new" ]; then
     fail "the run broke down, so not queued again; see above"
 fi

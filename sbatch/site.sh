@@ -6,12 +6,18 @@
 
 # Where jobs go, and who pays; anything that sbatch has an SBATCH_ variable for (man sbatch).
 # export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=my_project
-# export SBATCH_TIMELIMIT=02:00:00
+# export SBATCH_TIMELIMIT=02:00:00 SBATCH_MEM_PER_NODE=64G
 
-# Software. After these lines `accelerate` has to be on the PATH.
+# Software. After these lines `accelerate` has to be on the PATH. If it is not, .venv is taken.
 # module load cuda/13.0
 # source ~/miniconda3/bin/activate my_environment
-if [ -z "${CONDA_PREFIX:-}" ] && [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
+command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source .venv/bin/activate
+# Modules may set PYTHONPATH. What it names comes before the packages of a venv.
+[ -z "${VIRTUAL_ENV:-}" ] || unset PYTHONPATH
+
+# If a job needs minutes until its ranks start, as .venv is on Lustre or NFS: with this line, a job
+# copies it as one file to this disk of each node, and runs from there (docs/cluster.md).
+# export NODE_DISK=${TMPDIR:-/tmp}
 
 # The network of the ranks, if they do not find each other: a name that `ip address` shows.
 # export NCCL_SOCKET_IFNAME=ib0

@@ -2,14 +2,14 @@
 # Measure strategies x node shapes x repeats, and report. Run this from the project's root, without
 # sbatch:
 #   sbatch/sweep.sh --dry_run
-#       lists the jobs and the GPU-hours that they may take, and submits nothing
+#       lists the jobs, the GPU-hours and the GB that they may take, and submits nothing
 #   sbatch/sweep.sh train_bert_squad.py --num_epochs 2
 #       prints their sum, and submits the jobs, and a last job that makes the report
 #   sbatch/sweep.sh --local train_mnist_rnn.py --dataset digits
 #       runs them here without Slurm, one after the other
 # Options, before the script (default: train_bert_squad.py with its defaults):
-#   --strategies "ddp fsdp"   default "baseline dp ddp fsdp zero2 zero3"; a baseline is one device,
-#                             DP stays on one node
+#   --strategies "ddp fsdp"   default "baseline dp ddp fsdp hsdp zero2 zero3"; a baseline is one
+#                             device, DP stays on one node, HSDP takes 2 x 2 devices or more
 #   --shapes "1x2 2x1"        nodes x GPUs per node; default "1x1 1x2 2x1 2x2", with --local
 #                             "1x1 1x2". 1x1 is each strategy on one device, from which the report
 #                             predicts the other shapes
@@ -21,25 +21,19 @@
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
 # If 1x1 is one of the shapes, sbatch/check.py also measures how fast the devices of each other
 # shape communicate, unless DIR has a check. The report explains and predicts from both.
-# Repeats take turns, so that a machine that others slow down for a while slows down every cell.
+# Jobs run one after the other, as they would slow each other down on nodes that they share. Repeats
+# take turns, so that a machine that others slow down for a while slows down every cell. A run that
+# is completed drops its checkpoints.
 # Where jobs go and what they ask for comes from sbatch/site.sh.
 set -uo pipefail
 
 { # bash reads all of it before it starts, so editing this file does not change a running sweep
 
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
-
-[ -f sbatch/launch.sh ] || fail "run this from the project's root, as sbatch/sweep.sh"
-site() { # a function, as conda would take the arguments of this script for its own
-    set +u # what modules and conda read is not always set
-    source sbatch/site.sh
-}
-site || fail "sbatch/site.sh ended with an error"
-set -u
-strategies="baseline dp ddp fsdp zero2 zero3" shapes='' repeats=2 minutes=60
+[ -f sbatch/common.sh ] ||
+    { echo "error: run this from the project's root, as sbatch/sweep.sh" >&2 && exit 1; }
+source sbatch/common.sh
+load_site
+strategies="baseline dp ddp fsdp hsdp zero2 zero3" shapes='' repeats=2 minutes=60
 global_batch='' dry_run='' local='' yes=''
 folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
 while [ $# -gt 0 ]; do
@@ -79,8 +73,11 @@ gres=${SWEEP_GRES:-gpu} unit=GPU
 # ------------------------------------------------------------------ the matrix: a line for each run
 
 cells=() runs=0 gpu_minutes=0
-two_gpus() { python -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; }
-if [ "$gres" = none ] || { [ -n "$local" ] && ! two_gpus; }; then
+here='' # GPUs of this machine, for runs on it
+if [ -n "$local" ]; then
+    here=$(python -c "import torch; print(torch.cuda.device_count())" 2>/dev/null || echo 0)
+fi
+if [ "$gres" = none ] || [ "${here:-2}" -lt 2 ]; then
     [[ " $strategies " != *" dp "* ]] || echo "leaving out dp: it is a matter of several GPUs"
     strategies=" $strategies " && strategies=${strategies/ dp / }
 fi
@@ -98,8 +95,13 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
             fail "a shape is NODESxGPUS, such as 2x1; got $shape"
         nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
         [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ]; } || continue
+        [ "$strategy" != hsdp ] || { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || continue
         [ "$strategy" != check ] || [ "$shape" != 1x1 ] || continue
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
+        if [ "${here:-0}" -gt 0 ] && [ "$gpus" -gt "$here" ]; then
+            left_out=$shape
+            continue
+        fi
         [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
             fail "--global_batch_size $global_batch does not divide by" \
                 "the $((nodes * gpus)) devices of $shape"
@@ -108,6 +110,7 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
         [ "$strategy" = check ] || runs=$((runs + 1))
     done
 done; done
+[ -z "${left_out:-}" ] || echo "leaving out $left_out: this machine has $here GPU(s)"
 [ $runs -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
@@ -116,10 +119,27 @@ if [ -n "$dry_run" ]; then
     done
     echo "$runs runs of $script $*"
 fi
+# The disk of train_bert_squad.py, in fp32: a completed run keeps its last and its best weights. One
+# that goes on has two checkpoints of weights and two states of Adam at most, and writes another.
+# shellcheck disable=SC2016
+disk=$([ "$script" != train_bert_squad.py ] || python - "$runs" "$@" 2>/dev/null <<'EOF'
+import sys
+from fit import read_model
+from planning.memory import count_parameters
+words = " ".join(sys.argv[2:]).replace("=", " ").split()
+name = words[words.index("--model_name_or_path") + 1] if "--model_name_or_path" in words else ""
+name = next((known for known in ("bert-base", "bert-large") if known in name), name or "bert-base")
+parameters = count_parameters(read_model(name))[0]
+print(f"and {(int(sys.argv[1]) * 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
+EOF
+)
 hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
-sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours" # one job makes the report
+sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours${disk:+ $disk}" # one makes the report
 [ -n "$local" ] || echo "$sum, if every job took all its time"
 [ -z "$dry_run" ] || exit 0
+[ -z "$local" ] || need_launcher
+[ -n "$local" ] || command -v sbatch >/dev/null ||
+    fail "no sbatch on the PATH: type this on the cluster, or use --local"
 if [ -z "$local$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
     [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
     read -rp "submit them? [y/N] " answer
@@ -134,7 +154,7 @@ echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
 [ -z "$local" ] || for cell in "${cells[@]}"; do # Slurm's jobs are added with their numbers, below
     [[ $cell = *,check,* ]] || echo "${cell%,*},"
 done >>"$folder/sweep.csv"
-jobs=()
+jobs=0 last='' failed=0
 for cell in "${cells[@]}"; do
     IFS=, read -r run strategy nodes gpus _ at_most <<<"$cell"
     flags=("$@" --output_dir "$folder/$run")
@@ -154,35 +174,46 @@ for cell in "${cells[@]}"; do
             seen=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
             environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
         fi
-        env "${environment[@]}" accelerate launch --config_file "$yaml" --main_process_port 0 \
-            --num_processes "$processes" "${what[@]}" >"$folder/$run.log" 2>&1 ||
+        if env "${environment[@]}" accelerate-launch --config_file "$yaml" --main_process_port 0 \
+            --num_processes "$processes" "${what[@]}" >"$folder/$run.log" 2>&1; then
+            rm -rf "$folder/$run/checkpoints"
+        else
+            failed=1
             echo "$run failed: $(grep '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
+        fi
     else
         ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
         [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
         words=(sbatch/1node.sh "$yaml" "${what[@]}")
         [ "$strategy" != check ] || words=(sbatch/check.sh "${what[@]:1}")
-        job=$(PROCESSES_PER_NODE=$gpus sbatch --parsable "${ask[@]}" --nodes="$nodes" \
-            --time="$at_most" --job-name="$run" --output="$folder/$run.log" "${words[@]}") &&
-            jobs+=("${job%%;*}") || job=refused
+        # afterany: also after a job that failed
+        if job=$(PROCESSES_PER_NODE=$gpus DROP_CHECKPOINTS=1 sbatch --parsable "${ask[@]}" \
+            --nodes="$nodes" --time="$at_most" ${last:+"--dependency=afterany:$last"} \
+            --job-name="$run" --output="$folder/$run.log" "${words[@]}"); then
+            job=${job%%;*}
+            last=$job jobs=$((jobs + 1))
+        else
+            job=refused
+        fi
         echo "$run: job $job"
         [ "$strategy" = check ] || echo "${cell%,*},$job" >>"$folder/sweep.csv"
     fi
 done
 report=(python report.py "$folder")
 if [ -n "$local" ]; then
-    "${report[@]}" >"$folder/report.log" && tail -n 1 "$folder/report.log"
+    "${report[@]}" >"$folder/report.log" || exit 1
+    tail -n 1 "$folder/report.log"
 else
-    [ ${#jobs[@]} -gt 0 ] || fail "Slurm took none of the jobs; see above"
-    # afterany: also after jobs that failed. Their cells are shown as missing.
-    sbatch --parsable --dependency="afterany:$(IFS=: && echo "${jobs[*]}")" --job-name=report \
+    [ $jobs -gt 0 ] || fail "Slurm took none of the jobs; see above"
+    sbatch --parsable --dependency="afterany:$last" --job-name=report \
         --nodes=1 --time=10 --output="$folder/report.log" >/dev/null <<EOF ||
 #!/bin/bash
-source sbatch/site.sh
+source sbatch/common.sh
+load_site
 $(printf '%q ' "${report[@]}")
 EOF
         fail "no job for the report; when all are done: ${report[*]}"
-    echo "${#jobs[@]} jobs, then the report: $folder/report.md; squeue --me shows how far they are"
+    echo "$jobs jobs, then the report: $folder/report.md; squeue --me shows how far they are"
 fi
-exit
+exit $failed
 }

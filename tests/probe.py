@@ -1,11 +1,13 @@
 """What a script finds where the wrappers launch it: each rank writes its world, arguments and
-environment.
+environment. Rank 0 holds the lock of the scripts, and waits in a folder with a file `wait`.
 """
 
+import fcntl
 import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 NAMES = [
@@ -17,6 +19,8 @@ NAMES = [
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "ACCELERATE_MIXED_PRECISION",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE",
     "FROM_THE_SITE_FILE",
     "PYTHONFAULTHANDLER",
     "TORCH_FR_BUFFER_SIZE",
@@ -25,7 +29,19 @@ NAMES = [
 folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 folder.mkdir(parents=True, exist_ok=True)
 seen = {name: os.environ.get(name) for name in NAMES}
-seen |= {"host": socket.gethostname(), "argv": sys.argv[1:]}
+seen |= {"host": socket.gethostname(), "argv": sys.argv[1:], "prefix": sys.prefix}
+first = seen["RANK"] in (None, "0")
+if first:
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(
+            f"error: another run is writing into {folder}: wait for it, or choose another "
+            "--output_dir"
+        )
+while first and (folder / "wait").exists():
+    time.sleep(0.2)
 (folder / f"rank_{seen['RANK'] or 0}.json").write_text(json.dumps(seen))
-if seen["RANK"] in (None, "0"):
+if first:
     (folder / "run.json").write_text('{"status": "completed"}')

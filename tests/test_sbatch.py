@@ -1,6 +1,7 @@
 """sbatch/ on a real Slurm cluster of two nodes: tests submit jobs, and look at what happened."""
 
 import csv
+import fcntl
 import json
 import os
 import re
@@ -8,6 +9,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import venv
+import zipfile
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from test_bert import TINY
 from planning import links
 
 pytestmark = pytest.mark.slow
+TORCH_IS_IN = os.path.dirname(os.path.dirname(torch.__file__))
 BERT = [*TINY, "--max_train_steps", "12", "--per_device_train_batch_size", "8", "--dropout", "0"]
 DIGITS = "train_mnist_rnn.py --dataset digits --per_device_train_batch_size 64 --num_epochs".split()
 
@@ -44,6 +48,9 @@ def project(tmp_path_factory):
     for name in ("sbatch", "accelerate_configs"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "tests" / "probe.py", folder)
+    configs = folder / "accelerate_configs"
+    sizes = "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
+    (configs / "hybrid.yaml").write_text((configs / "fsdp.yaml").read_text() + sizes)
     with open(folder / "sbatch" / "site.sh", "a") as site:
         site.write("export FROM_THE_SITE_FILE='read it'\n")
     return folder
@@ -104,16 +111,8 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
 def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
     """GPUs from Slurm, arguments as they were typed, ports that neighbours do not share."""
     odd = ["it's", 'a "b"  c', "$HOME", "*", "", "--output_dir", str(tmp_path / "gp us")]
-    gpus = start(
-        "--gres=gpu:a100:2",
-        "sbatch/2node.sh",
-        "accelerate_configs/fsdp.yaml",
-        "--mixed_precision",
-        "bf16",
-        "probe.py",
-        *odd,
-        cwd=project,
-    )
+    words = "--exclusive --gres=gpu:a100:3 sbatch/2node.sh accelerate_configs/hybrid.yaml"
+    gpus = start(*words.split(), "--mixed_precision", "bf16", "probe.py", *odd, cwd=project)
     cpus = start(
         "--gres=none",
         "sbatch/2node.sh",
@@ -125,21 +124,24 @@ def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
     )
     array = start("--array=0-1", "sbatch/1node.sh", "probe.py", cwd=project).job
     tasks = [project / f"runs/probe-ddp-{array}_{task}" for task in (0, 1)]
-    gpus(), cpus()
+    assert "warning: 4 core(s) for 3 GPU(s)" in gpus()
+    cpus()
     cluster.wait_until(lambda: [len([*task.glob("r*.json")]) for task in tasks] == [3, 3], 60)
 
-    seen = [read(tmp_path / "gp us" / f"rank_{rank}.json") for rank in range(4)]
-    assert [rank["host"] for rank in seen] == ["n1", "n1", "n2", "n2"]
+    seen = [read(tmp_path / "gp us" / f"rank_{rank}.json") for rank in range(6)]
+    assert [rank["host"] for rank in seen] == ["n1"] * 3 + ["n2"] * 3
     for rank in seen:
-        assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+        assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 3, "of the four of the node"
         assert (
             rank.items()
             >= {
                 "argv": ["--resume", *odd],
-                "WORLD_SIZE": "4",
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": "6",
+                "LOCAL_WORLD_SIZE": "3",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3",
                 "MASTER_ADDR": "n1",
-                "OMP_NUM_THREADS": "2",
+                "OMP_NUM_THREADS": "1",
                 "FROM_THE_SITE_FILE": "read it",
                 "ACCELERATE_MIXED_PRECISION": "bf16",
                 "PYTHONFAULTHANDLER": "1",
@@ -154,6 +156,7 @@ def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
     assert len(ports) == 4, "of jobs that may share a node"
 
 
+BARE = "/usr/bin:/bin:/usr/sbin:/sbin"
 REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/2node.sh accelerate_configs/dp.yaml probe.py": "dp.yaml is one process on one node",
     "sbatch/2node.sh accelerate_configs/ddq.yaml": "no YAML accelerate_configs/ddq.yaml; there are",
@@ -163,12 +166,17 @@ REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/1node.sh accelerate_configs/zero2.yaml --dynamo_backend=eager probe.py": "drops --dyn",
     "--array=1 sbatch/1node.sh probe.py --output_dir runs/x": "tasks of an array would share",
     "--gres=none sbatch/1node.sh probe.py": "must be a number from 1 on, got 'two'",
+    "--gpus-per-node=4 sbatch/1node.sh probe.py": "type --gres=gpu:4 instead",
+    "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
     "--gres=none --gpus=3 sbatch/2node.sh probe.py": "ask for the same on each, with --gres=gpu:N",
 }
 
 
 def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
-    env, bare = {"PROCESSES_PER_NODE": "two"}, {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
+    env, bare = {"PROCESSES_PER_NODE": "two"}, {"PATH": BARE}
+    (project / "runs" / "taken").mkdir(parents=True)
+    lock = open(project / "runs" / "taken" / ".lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     jobs = {
         start(*words.split(), cwd=project, env=env, state="FAILED"): line
         for words, line in REFUSED.items()
@@ -238,15 +246,46 @@ def test_check_refuses_gpus_that_torch_cannot_use(monkeypatch):
 
 
 def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path):
-    """The second finds the name of the first, which Slurm still knows: here, one that waits."""
-    waiting = start("--hold", "sbatch/1node.sh", "probe.py", cwd=project).job
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".job").write_text(waiting)
-    words = ["sbatch/1node.sh", "probe.py", "--output_dir", tmp_path / "run"]
-    log = start(*words, cwd=project, state="FAILED")()
-    assert f"error: job {waiting} writes into {tmp_path / 'run'}" in log
-    cluster.on("ctl", "scancel", waiting)
-    start(*words, cwd=project)()
+    """Of two that start at once, one ends. One that is queued again waits for ranks that save."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "wait").touch()
+    words = ["probe.py", "--output_dir", run]
+    hold = [f"--output={tmp_path}/%j.log", "--hold", "sbatch/1node.sh", *words]
+    jobs = [cluster.submit(*hold, cwd=project) for _ in range(2)]
+    cluster.on("ctl", "scontrol", "release", *jobs)
+    cluster.wait_until(lambda: "FAILED" in map(cluster.state, jobs), 200)
+    (run / "wait").unlink()
+    ended = {cluster.wait(job): (tmp_path / f"{job}.log").read_text() for job in jobs}
+    assert set(ended) == {"COMPLETED", "FAILED"}
+    assert f"error: another run is writing into {run}: wait" in ended["FAILED"], ended["FAILED"]
+    assert "not completed" not in ended["FAILED"] and ended["FAILED"].count("\njob ") < 2
+
+    with open(run / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        job = start("sbatch/1node.sh", "accelerate_configs/baseline.yaml", *words, cwd=project)
+        log = tmp_path / f"{job.job}.log"
+        cluster.wait_until(lambda: log.exists() and "warning: " in log.read_text(), 60)
+    assert "baseline.yaml uses one of 2 GPUs" in job()
+
+
+def test_the_environment_goes_to_each_nodes_disk_as_one_file(cluster, start, project, tmp_path):
+    """A venv that finds this one's packages is packed once. The node's memory stands for a disk."""
+    home = tmp_path / "home"
+    venv.create(home)
+    [packages] = home.glob("lib/python3*/site-packages")
+    (packages / "all.pth").write_text(f"import site; site.addsitedir({TORCH_IS_IN!r})\n")
+    shutil.copy(shutil.which("true"), home / "bin" / "accelerate-launch")
+    env = {"NODE_DISK": "/dev/shm", "PATH": f"{home}/bin:{BARE}"}
+    words = ["sbatch/2node.sh", "probe.py", "--output_dir"]
+    jobs = [start(*words, tmp_path / name, cwd=project, env=env) for name in ("one", "two")]
+    for job, name in zip(jobs, ("one", "two"), strict=True):
+        assert " on each node" in job()
+        for rank, node in enumerate(("n1", "n2")):
+            seen = read(tmp_path / name / f"rank_{rank}.json")
+            assert (seen["host"], seen["prefix"]) == (node, f"/dev/shm/environment-{job.job}")
+            assert cluster.on(node, "ls", "/dev/shm") == ""
+    assert (tmp_path / "home.tar").stat().st_mtime < (tmp_path / "one" / "run.json").stat().st_mtime
 
 
 def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path):
@@ -278,19 +317,21 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     assert " ".join(plan) == "baseline-1x1-r1 dp-1x9-r1 ddp-2x1-r1 ddp-1x9-r1 ddp-2x2-r1"
     assert plan["dp-1x9-r1"] == plan["ddp-1x9-r1"] == "refused"
     log = tmp_path / "report.log"
-    cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 90)
+    cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 300)
     report = (tmp_path / "report.md").read_text()
     assert "ddp-1x9-r1 (ddp, 1 x 9): failed or missing, job refused" in report
     assert f"ddp-2x2-r1 (ddp, 2 x 2): failed or missing, job {plan['ddp-2x2-r1']}" in report
     with open(tmp_path / "report.csv") as file:
         rows = {row["strategy"]: (row["nodes"], row["speedup"]) for row in csv.DictReader(file)}
+    assert (tmp_path / "ddp-2x1-r1" / "model.safetensors").exists()
+    assert not (tmp_path / "ddp-2x1-r1" / "checkpoints").exists()
     assert set(rows) == {"baseline", "ddp"} and rows["ddp"][0] == "2" and float(rows["ddp"][1]) > 0
 
 
-def sweep(*words, env=None, stdin=subprocess.DEVNULL):
+def sweep(*words, env=None, stdin=subprocess.DEVNULL, cwd=ROOT):
     return subprocess.run(
         ["sbatch/sweep.sh", *map(str, words)],
-        cwd=ROOT,
+        cwd=cwd,
         stdin=stdin,
         text=True,
         env=os.environ | (env or {}),
@@ -301,24 +342,26 @@ def sweep(*words, env=None, stdin=subprocess.DEVNULL):
 def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     """Without Slurm: `sbatch` is a function that leaves a line for each job."""
     out = sweep("--dry_run", "--minutes", 30).stdout
-    # 2 x (baseline 1 + dp 2 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and 2 x (2 + 2 + 4)
-    # GPUs x 1/12 hour for checks
-    assert "36 runs of train_bert_squad.py" in out and "\n43 jobs, at most 40.3 GPU-hours" in out
-    assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 42
+    # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and
+    # 2 x (2 + 2 + 4) GPUs x 1/12 hour for checks; 109 million weights of 4 bytes, in two copies of
+    # each run and in three checkpoints with two states of each
+    much = "45 jobs, at most {} GPU-hours and 37.0 GB of disk".format
+    assert f"38 runs of train_bert_squad.py \n{much(44.3)}" in out
+    assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 44
     jobs, (keys, terminal) = tmp_path / "jobs", os.openpty()
-    env = {"BASH_FUNC_sbatch%%": f"() {{ echo >>'{jobs}'; echo 7; }}"}
-    much = "43 jobs, at most 79.3 GPU-hours"
-    assert f"error: {much}: add --yes, or lower --repeats" in sweep(env=env).stderr
+    env = {"BASH_FUNC_sbatch%%": f"() {{ echo \"$@\" >>'{jobs}'; echo 7; }}"}
+    assert f"error: {much(87.3)}: add --yes, or lower --repeats" in sweep(env=env).stderr
     os.write(keys, b"n\ny\n")
     assert sweep(env=env, stdin=terminal).stderr.endswith("error: nothing was submitted\n")
     for done in (
         sweep("--output_dir", tmp_path / "asked", env=env, stdin=terminal),
         sweep("--output_dir", tmp_path / "yes", "--yes", env=env),
     ):
-        assert much in done.stdout and "42 jobs, then the report" in done.stdout, done.stderr
+        assert much(87.3) in done.stdout and "44 jobs, then the report" in done.stdout, done.stderr
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
-    assert "40 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
-    assert jobs.read_text().count("\n") == 43 + 43 + 41
+    assert "42 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
+    assert jobs.read_text().count("\n") == 45 + 45 + 43
+    assert jobs.read_text().count("--dependency=afterany:7 ") == 44 + 44 + 42, "not in turns"
 
 
 def test_sweep_refuses_with_one_line():
@@ -336,23 +379,94 @@ def test_sweep_refuses_with_one_line():
         assert done.returncode == 1 and re.fullmatch(f"error: {line}.*\n", done.stderr), done.stderr
 
 
-def test_a_local_sweep_gives_dp_the_gpus_of_its_shape(tmp_path):
-    """Its `python` says that there are enough GPUs, its `accelerate` which ones it may see."""
-    for name, does in (("python", "exit"), ("accelerate", 'echo "$CUDA_VISIBLE_DEVICES" >>seen')):
+def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
+    """Its `python` says how many GPUs there are, its `accelerate-launch` which ones it may see, and
+    it fails where there are three.
+    """
+    fails = 'echo "$CUDA_VISIBLE_DEVICES" >>seen; [ $GPUS != 3 ]'
+    for name, does in (("python", 'echo "$GPUS"'), ("accelerate-launch", fails)):
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}; {does}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONDA_PREFIX": "so that site.sh takes no .venv"}
-    for seen in ("", "3,5,6"):
-        sweep(
-            "--local",
-            "--repeats",
-            1,
-            "--strategies",
-            "dp ddp",
-            "--shapes",
-            "1x2",
-            "--output_dir",
-            tmp_path / f"of {seen}",
-            env=env | {"CUDA_VISIBLE_DEVICES": seen},
-        )
-    assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n"
+    words = ["--local", "--repeats", 1, "--strategies", "dp ddp", "--output_dir"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    runs = {}
+    for gpus, seen, shapes in ((2, "", "1x2"), (3, "3,5,6", "1x2"), (1, "0", "1x1 1x2")):
+        more = {"CUDA_VISIBLE_DEVICES": seen, "GPUS": str(gpus)}
+        runs[gpus] = sweep(*words, tmp_path / seen / "x", "--shapes", shapes, env=env | more)
+    assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n0\n"
+    assert [runs[gpus].returncode for gpus in (1, 2, 3)] == [0, 0, 1]
+    assert runs[3].stdout.count(" failed: ") == 2 and runs[3].stdout.endswith("\n3\n"), "no report"
+    assert "leaving out 1x2: this machine has 1 GPU(s)" in runs[1].stdout
+
+    none = sweep("--local", "probe.py", cwd=project, env={"PATH": BARE})
+    assert none.returncode == 1 and re.fullmatch("error: no accelerate on .*\n", none.stderr)
+
+
+def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
+    """Also where conda's base is active, or modules have set PYTHONPATH, and check.sh reads it."""
+    shutil.copytree(ROOT / "sbatch", tmp_path / "sbatch")
+    for folder in (tmp_path / "own", tmp_path / ".venv" / "bin"):
+        folder.mkdir(parents=True)
+        shutil.copy("/bin/true", folder / "accelerate-launch")
+    activate = f"export VIRTUAL_ENV=here PATH={tmp_path}/.venv/bin:$PATH"
+    (tmp_path / ".venv" / "bin" / "activate").write_text(activate)
+    ask = 'source sbatch/site.sh; echo "$(command -v accelerate-launch) $PYTHONPATH"'
+    for path, found in {BARE: ".venv/bin", f"{tmp_path}/own:{BARE}": "own"}.items():
+        env = {"PATH": path, "CONDA_PREFIX": "/opt/conda", "PYTHONPATH": "/modules"}
+        own = " /modules" if found == "own" else " "
+        done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, env=env, capture_output=True)
+        assert done.stdout.decode() == f"{tmp_path / found}/accelerate-launch{own}\n"
+    with open(tmp_path / "sbatch" / "site.sh", "a") as site:
+        site.write('echo "words: $*"; false\n')
+    words = ["bash", "sbatch/check.sh", "--full"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "words: \n", "conda would take these for its own"
+    assert done.stderr == "error: sbatch/site.sh ended with an error\n"
+
+
+def test_make_installs_into_venv_whatever_lies_there_and_reports_what_failed(tmp_path):
+    """With wheels of three empty packages. .venv is a link, with another Python's remains in it,
+    and PYTHONPATH has what is to be installed.
+    """
+    for name in ("torch", "torchvision", "accelerate"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-1.dist-info"
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+            wheel.extractall(tmp_path / "modules")
+    work, scratch = tmp_path / "work", tmp_path / "scratch"
+    (work / "sbatch").mkdir(parents=True)
+    (scratch / "bin").mkdir(parents=True)
+    (scratch / "bin" / "python").write_text("#!/bin/sh\necho Python 2.7\n")
+    (scratch / "bin" / "python").chmod(0o755)
+    (work / ".venv").symlink_to(scratch)
+    shutil.copy(ROOT / "Makefile", work)
+    (work / "requirements.txt").write_text("accelerate\n")
+    (work / "constraints.txt").touch()
+    (work / "report.py").write_text("print('a report')")
+    (work / "sbatch" / "sweep.sh").write_text('#!/bin/sh\necho "$@" | grep -v mnist\n')
+    (work / "sbatch" / "sweep.sh").chmod(0o755)
+    env = {
+        "PYTHONPATH": f"{tmp_path}/modules",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": f"{tmp_path}",
+    }
+    words = ["make", f"PYTHON={sys.executable}", "CONSTRAINTS=constraints.txt", "sweep"]
+    done = subprocess.run(words, cwd=work, env=os.environ | env, capture_output=True, text=True)
+    [installed] = scratch.glob("lib/python3*/site-packages/accelerate.py")
+    assert (scratch / "installed").exists() and installed.parent.joinpath("torch.py").exists()
+    assert done.returncode == 2 and "/bert train_bert" in done.stdout, done.stderr
+    assert done.stdout.endswith("\na report\n")
+
+
+def test_a_failing_step_of_the_check_leaves_nothing_running(tmp_path):
+    """What still ran would hold the pipe of the output open."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text(
+        "%:\n\t@case $@ in lint) exit 1;; setup) ;; *) sleep 90; esac"
+    )
+    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "lint" in done.stderr
