@@ -59,7 +59,7 @@ def make_trainer(args, **settings):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config, tokenizer, features, _ = load_inputs(args)
-    columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
+    columns = (features.columns[name].tolist() for name in ("first", "start", "end"))
     rows = [
         {
             "input_ids": ids,
@@ -328,7 +328,7 @@ def fill_batches(args, batch):
     features fill all batches, so that an epoch leaves no feature out, on any side.
     """
     _, _, features, _ = load_inputs(args)
-    ends = features.owner.bincount().cumsum(0)  # of the features of each question
+    ends = features.columns["owner"].bincount().cumsum(0)  # of the features of each question
     questions = (ends % batch == 0).nonzero().max().item() + 1
     count = ends[questions - 1].item()
     return questions, count, features.lengths[:count].sum().item()

@@ -129,12 +129,12 @@ def agreed(original, self, accelerator):
     return original(self, accelerator)
 
 
-@instead("Path.write_text", "SAVE")
-def write_text(original, self, *args, **options):
-    if self.name == "checkpoint.json":
+@instead("write_whole", "SAVE")
+def write_whole(original, path, text):
+    if path.name == "checkpoint.json":
         COUNTS["saved"] += 1
         obey("SAVE", COUNTS["saved"])
-    return original(self, *args, **options)
+    return original(path, text)
 
 
 @instead("tokenize", "TOKENS")

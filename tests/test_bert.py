@@ -15,13 +15,7 @@ import torch
 from conftest import ACCELERATE, ROOT, STRATEGIES, environment, launch, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist import RECORD
-from test_mnist_resume import (
-    assert_near,
-    assert_same_end,
-    ids_seen,
-    killed_at_its_end,
-    step_of,
-)
+from test_mnist_resume import assert_near, assert_same_end, ids_seen, killed_at_its_end, step_of
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 from planning import memory

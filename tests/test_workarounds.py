@@ -39,7 +39,7 @@ def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
 
 
 def test_dataparallels_threads_forget_the_dtype_of_autocast():
-    """A thread finds CUDA's default, fp16. So `refuse_wrong_launch` refuses bf16 under dp."""
+    """A thread finds CUDA's default, fp16. So `refuse_wrong_yaml` refuses bf16 under dp."""
     before, found = torch.get_autocast_dtype("cuda"), []
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))
