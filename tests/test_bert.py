@@ -35,17 +35,9 @@ NO_GRADIENT = re.compile(
 
 
 def flags(micro_batch=8, accumulation=1, dropout=0.0):
-    return [
-        *TINY,
-        "--per_device_train_batch_size",
-        micro_batch,
-        "--gradient_accumulation_steps",
-        accumulation,
-        "--dropout",
-        dropout,
-        "--max_train_steps",
-        STEPS,
-    ]
+    words = f"--per_device_train_batch_size {micro_batch} --dropout {dropout}"
+    words += f" --gradient_accumulation_steps {accumulation} --max_train_steps {STEPS}"
+    return [*TINY, *words.split()]
 
 
 def predictions(result):
@@ -267,23 +259,10 @@ def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_p
 def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
     begun = tmp_path / "begun"
     env = {"SPY_SCRIPT": "train_bert_squad", "HF_HOME": str(tmp_path), "SPY_TOKENS": str(begun)}
-    words = [
-        "--config_file",
-        "accelerate_configs/ddp.yaml",
-        "--main_process_port",
-        "0",
-        "tests/spy.py",
-        "--output_dir",
-        tmp_path / "run",
-        *map(str, flags()),
-    ]
-    launcher = subprocess.Popen(
-        [*ACCELERATE, *words],
-        cwd=ROOT,
-        env=environment(env),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = "--config_file accelerate_configs/ddp.yaml --main_process_port 0 tests/spy.py".split()
+    words += ["--output_dir", tmp_path / "run", *map(str, flags())]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen([*ACCELERATE, *words], cwd=ROOT, env=environment(env), **quiet)
     processes = psutil.Process(launcher.pid)
     try:
         while not begun.exists():
@@ -352,14 +331,8 @@ def test_every_width_is_compiled_once(tmp_path):
     the rest uncompiled. It compiles for the first, then for all, and again to evaluate.
     """
     few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
-    result = launch(
-        "baseline",
-        SCRIPT,
-        tmp_path,
-        *few,
-        launcher=["--dynamo_backend", "eager"],
-        env={"SPY_SHAPES": "4"},
-    )
+    options = {"launcher": ["--dynamo_backend", "eager"], "env": {"SPY_SHAPES": "4"}}
+    result = launch("baseline", SCRIPT, tmp_path, *few, **options)
     assert result.record["workload"]["dynamo"] == "eager"
     assert "recompile_limit" not in result.err + result.out
 
@@ -372,14 +345,9 @@ def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     """SQuAD v1.1 and a pretrained encoder, four steps."""
     squad = real_data / "squad"
     real = [
-        "--model_name_or_path",
-        real_data / "minilm",
-        "--train_file",
-        squad / "train.json",
-        "--validation_file",
-        squad / "dev.json",
-        *"--max_train_samples 64 --max_eval_samples "
-        "16 --max_train_steps 4 --dropout 0 --per_device_train_batch_size".split(),
+        *("--model_name_or_path", real_data / "minilm", "--train_file", squad / "train.json"),
+        *("--validation_file", squad / "dev.json", "--max_train_samples", 64, "--dropout", 0),
+        *"--max_eval_samples 16 --max_train_steps 4 --per_device_train_batch_size".split(),
     ]
     reference = launch("baseline", SCRIPT, tmp_path / "baseline", *real, 8)
     metrics = reference.record["metrics"]

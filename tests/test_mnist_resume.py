@@ -410,33 +410,20 @@ def ids_of_steps(folder, ranks):
     return [sorted(sum(step, [])) for step in steps]
 
 
+PAIRS = """ddp 2 -> ddp 3, fsdp 1 -> fsdp 2, fsdp 2 -> fsdp 1, ddp 2 -> baseline 1,
+    baseline 1 -> ddp 2"""
+
+
 @SLOW
-@pytest.mark.parametrize(
-    "first, then",
-    [
-        ("ddp 2", "ddp 3"),
-        ("fsdp 1", "fsdp 2"),
-        ("fsdp 2", "fsdp 1"),
-        ("ddp 2", "baseline 1"),
-        ("baseline 1", "ddp 2"),
-    ],
-)
+@pytest.mark.parametrize("first, then", re.findall(r"(\w+ \d) -> (\w+ \d)", PAIRS))
 def test_a_run_goes_on_with_other_devices(first, then, by_48, tmp_path):
     """The losses of every step, and the samples, are those of an undisturbed run."""
 
     def run(words, *flags, **env):
         strategy, processes = words.split()
         more = {} if strategy == "baseline" else {"processes": processes}
-        return launch(
-            strategy,
-            SCRIPT,
-            tmp_path,
-            *SPREAD,
-            48 // int(processes),
-            *flags,
-            env=env | {"SPY_DIR": str(tmp_path)},
-            **more,
-        )
+        env["SPY_DIR"], batch = str(tmp_path), 48 // int(processes)
+        return launch(strategy, SCRIPT, tmp_path, *SPREAD, batch, *flags, env=env, **more)
 
     stopped = run(first, SPY_SIGNAL="SIGTERM 0 38")  # in the second epoch
     assert stopped.record["steps"] == 40
