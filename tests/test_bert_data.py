@@ -29,16 +29,9 @@ V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_ber
 
 
 def options(**changes):
-    values = {
-        "train_file": V1,
-        "validation_file": V1,
-        "version_2_with_negative": False,
-        "max_train_samples": 0,
-        "max_eval_samples": 0,
-        "max_seq_length": 96,
-        "doc_stride": 24,
-        "model_name_or_path": MODEL,
-    }
+    paths = {"train_file": V1, "validation_file": V1, "model_name_or_path": MODEL}
+    values = {"version_2_with_negative": False, "max_train_samples": 0, "max_eval_samples": 0}
+    values |= {"max_seq_length": 96, "doc_stride": 24} | paths
     return Namespace(**values | changes)
 
 
@@ -207,13 +200,8 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
 
     [file] = cache.glob(f"{first.key}*")
     whole = file.read_bytes()
-    for damaged in (
-        b"",
-        whole[:1000],
-        whole[:-1000],
-        b"x" * 1000,
-        whole[:4] + bytes(100) + whole[104:],
-    ):
+    changed = whole[:4] + bytes(100) + whole[104:]
+    for damaged in (b"", whole[:1000], whole[:-1000], b"x" * 1000, changed):
         file.write_bytes(damaged)
         features, new = load()
         assert new and file.read_bytes() == whole
@@ -252,19 +240,11 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     [
         ("The Green Heron!", ["green heron"], (100, 100), (100, 100)),  # case, punctuation, article
         ("another apple", ["apple"], (0, 200 / 3), (0, 200 / 3)),  # "an" only as a word of its own
-        (
-            "the cat sat",
-            ["cat", "the cat sat down"],
-            (0, 80),
-            (0, 80),
-        ),  # the best of several answers
+        # the best of several answers
+        ("the cat sat", ["cat", "the cat sat down"], (0, 80), (0, 80)),
         ("sea - water", ["sea-water"], (0, 0), (0, 0)),  # punctuation is deleted, not a space
-        (
-            "the the dog dog",
-            ["dog"],
-            (0, 200 / 3),
-            (0, 200 / 3),
-        ),  # words count as often as they occur
+        # words count as often as they occur
+        ("the the dog dog", ["dog"], (0, 200 / 3), (0, 200 / 3)),
         ("Zoë  Carter\n", ["zoë carter"], (100, 100), (100, 100)),
         ("watchmakers’ guild", ["watchmakers guild"], (0, 50), (0, 50)),  # not ASCII's punctuation
         ("blue", ["red"], (0, 0), (0, 0)),
@@ -390,15 +370,8 @@ def test_one_line_from_two_processes(tmp_path):
     """Also where only one rank reads first: no process hangs, and no folder is made."""
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(nested(start=3)))
-    flags = [
-        "--model_name_or_path",
-        MODEL,
-        "--from_scratch",
-        "--train_file",
-        bad,
-        "--validation_file",
-        V1,
-    ]
+    flags = ["--model_name_or_path", MODEL, "--from_scratch"]
+    flags += ["--train_file", bad, "--validation_file", V1]
     result = launch("zero3", SCRIPT, tmp_path / "run", *flags, ok=False)
     assert f"{bad}: question q1 has the answer 'Rosa', which is not at" in result.error_line()
     assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ other tests fork (see warm.py) train as these do.
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import test_bert
@@ -13,14 +14,8 @@ from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
 ONE_PROCESS = ["baseline", "dp"]
-NOW = {
-    ("dp", MNIST),
-    ("ddp", MNIST),
-    ("zero2", MNIST),
-    ("baseline", BERT),
-    ("fsdp", BERT),
-    ("zero3", BERT),
-}  # the others in `make test-all`
+# The others in `make test-all`.
+NOW = {*product(("dp", "ddp", "zero2"), [MNIST]), *product(("baseline", "fsdp", "zero3"), [BERT])}
 # `.ci/run` launches these by `make sweep`, by the ladder's page, and by test_elsewhere.py.
 THERE = {("baseline", MNIST), ("ddp", BERT), ("fsdp_keep", BERT), ("zero3", MNIST)}
 PAIRS = [
@@ -61,15 +56,8 @@ def launched(request, tmp_path_factory):
     def start(pair):
         yaml, script = pair
         tests, folder = TESTS[script], elsewhere / f"{yaml}-{script}"
-        words = [
-            "--config_file",
-            copy / "accelerate_configs" / f"{yaml}.yaml",
-            "--main_process_port",
-            0,
-            copy / script,
-            "--output_dir",
-            folder,
-        ]
+        words = ["--config_file", copy / "accelerate_configs" / f"{yaml}.yaml"]
+        words += ["--main_process_port", 0, copy / script, "--output_dir", folder]
         words += tests.flags(tests.GLOBAL_BATCH // (1 if yaml in ONE_PROCESS else 2))
         return run(["env", "-C", str(elsewhere), *ACCELERATE, *map(str, words)], folder)
 
@@ -112,16 +100,8 @@ def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
     """They are in the record, and make no dp. The weights have their names, also when compiled. In
     bf16 the LSTM itself computes in fp32 under ddp: its weights are fp32.
     """
-    result = launch(
-        yaml,
-        MNIST,
-        tmp_path,
-        "--dataset",
-        "digits",
-        "--max_train_steps",
-        1,
-        launcher=launcher.split(),
-    )
+    words = "--dataset digits --max_train_steps 1".split()
+    result = launch(yaml, MNIST, tmp_path, *words, launcher=launcher.split())
     record = result.record
     assert (record["strategy"], record["processes"]) == (strategy, 1 if yaml == "baseline" else 2)
     for name, word in (("precision", "bf16"), ("dynamo", "eager")):

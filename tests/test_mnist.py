@@ -35,17 +35,9 @@ DIGITS = ["--dataset", "digits"]
 
 
 def flags(micro_batch, accumulation=1):
-    return [
-        *DIGITS,
-        "--num_epochs",
-        2,
-        "--dropout",
-        0,
-        "--per_device_train_batch_size",
-        micro_batch,
-        "--gradient_accumulation_steps",
-        accumulation,
-    ]
+    sizes = f"{micro_batch} --gradient_accumulation_steps {accumulation}"
+    words = f"--num_epochs 2 --dropout 0 --per_device_train_batch_size {sizes}"
+    return [*DIGITS, *words.split()]
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +57,8 @@ def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
     """With accumulation, from the same samples in every step. 360 test images in batches of 7 from
     2 processes: the last round is uneven, and each image still counts once.
     """
-    result = launch(
-        strategy,
-        SCRIPT,
-        tmp_path,
-        *flags(16, 2),
-        "--per_device_eval_batch_size",
-        7,
-        env={"SPY_DIR": str(tmp_path)},
-    )
+    words = [*flags(16, 2), "--per_device_eval_batch_size", 7]
+    result = launch(strategy, SCRIPT, tmp_path, *words, env={"SPY_DIR": str(tmp_path)})
     assert_same_numbers(result, baseline)
     mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
     for step, ids in enumerate(ids_seen(baseline.folder, 0)):
@@ -126,21 +111,9 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     """Three: the record is whole, and TensorBoard has the learning rates of one process. No weight
     fills three shards, and what ZeRO-3 fills them up with is NaN.
     """
-    result = launch(
-        "zero3",
-        SCRIPT,
-        tmp_path,
-        *flags(21),
-        "--max_train_steps",
-        30,
-        "--with_tracking",
-        "--max_grad_norm",
-        1,
-        "--per_device_eval_batch_size",
-        11,
-        processes=3,
-        env={"SPY_UNSET": "1"},
-    )
+    words = "--max_train_steps 30 --with_tracking --max_grad_norm 1 --per_device_eval_batch_size 11"
+    words = [*flags(21), *words.split()]
+    result = launch("zero3", SCRIPT, tmp_path, *words, processes=3, env={"SPY_UNSET": "1"})
     record = result.record
     assert set(record) == {*RECORD, "tensors"}
     workload = """model dataset samples eval_samples sequence_length compute_dtype precision dynamo
@@ -298,17 +271,8 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, usable, sentence, 
 )  # DeepSpeed has groups of its own
 def test_a_hang_ends_by_the_collective_timeout(strategy, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "HANG 1 5"}
-    result = launch(
-        strategy,
-        SCRIPT,
-        tmp_path / "run",
-        *DIGITS,
-        "--collective_timeout",
-        5,
-        env=env,
-        ok=False,
-        timeout=100,
-    )
+    words = [SCRIPT, tmp_path / "run", *DIGITS, "--collective_timeout", 5]
+    result = launch(strategy, *words, env=env, ok=False, timeout=100)
     assert result.code and re.search("[Tt]imed out .*5000 ?ms", result.err), result.err
 
 
@@ -330,14 +294,8 @@ def tiny_mnist(tmp_path, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(mnist, "resources", resources)
-    monkeypatch.setattr(
-        mnist,
-        "mirrors",
-        [  # the first is down
-            "http://127.0.0.1:9/",
-            f"http://127.0.0.1:{server.server_port}/",
-        ],
-    )
+    mirrors = ["http://127.0.0.1:9/", f"http://127.0.0.1:{server.server_port}/"]  # one is down
+    monkeypatch.setattr(mnist, "mirrors", mirrors)
     yield mirror
     server.shutdown()
 

@@ -3,6 +3,7 @@ for bit.
 """
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import RUNGS, STRATEGIES, launch
+from safetensors.torch import load_file
 
 import train_mnist_rnn as script
 
@@ -408,33 +410,20 @@ def ids_of_steps(folder, ranks):
     return [sorted(sum(step, [])) for step in steps]
 
 
+PAIRS = """ddp 2 -> ddp 3, fsdp 1 -> fsdp 2, fsdp 2 -> fsdp 1, ddp 2 -> baseline 1,
+    baseline 1 -> ddp 2"""
+
+
 @SLOW
-@pytest.mark.parametrize(
-    "first, then",
-    [
-        ("ddp 2", "ddp 3"),
-        ("fsdp 1", "fsdp 2"),
-        ("fsdp 2", "fsdp 1"),
-        ("ddp 2", "baseline 1"),
-        ("baseline 1", "ddp 2"),
-    ],
-)
+@pytest.mark.parametrize("first, then", re.findall(r"(\w+ \d) -> (\w+ \d)", PAIRS))
 def test_a_run_goes_on_with_other_devices(first, then, by_48, tmp_path):
     """The losses of every step, and the samples, are those of an undisturbed run."""
 
     def run(words, *flags, **env):
         strategy, processes = words.split()
         more = {} if strategy == "baseline" else {"processes": processes}
-        return launch(
-            strategy,
-            SCRIPT,
-            tmp_path,
-            *SPREAD,
-            48 // int(processes),
-            *flags,
-            env=env | {"SPY_DIR": str(tmp_path)},
-            **more,
-        )
+        env["SPY_DIR"], batch = str(tmp_path), 48 // int(processes)
+        return launch(strategy, SCRIPT, tmp_path, *SPREAD, batch, *flags, env=env, **more)
 
     stopped = run(first, SPY_SIGNAL="SIGTERM 0 38")  # in the second epoch
     assert stopped.record["steps"] == 40
@@ -495,6 +484,32 @@ def test_one_bad_number_on_one_rank_ends_all_before_it_is_saved(strategy, undist
     resumed = spied(strategy, tmp_path, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 28
     assert_same_end(resumed, undisturbed(strategy))
+
+
+def test_best_is_the_model_of_the_epoch_that_scored_best(tmp_path, monkeypatch):
+    """Also where links are forbidden, and of a run that broke down in its last evaluation."""
+    seen, scores = [], iter((0.5, 0.9, None, 0.7))
+
+    def evaluate(accelerator, model, loader, run):
+        seen.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        return next(scores) or sys.exit("broken")
+
+    def forbidden(*args, **options):
+        raise PermissionError("links are forbidden")
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    for name in ("link", "symlink"):
+        monkeypatch.setattr(os, name, forbidden)
+    flags = "--dataset digits --num_epochs 3 --per_device_train_batch_size 700 --output_dir".split()
+    for more in ([], ["--resume"]):
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *flags, str(tmp_path), *more])
+        with contextlib.suppress(SystemExit):
+            script.main(script.parse_args())
+        gc.collect()  # the lock of a run that broke down
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "completed"
+    best = load_file(tmp_path / "best" / "model.safetensors")
+    same = [all(torch.equal(weight, one[name]) for name, weight in best.items()) for one in seen]
+    assert same == [False, True, False, False]
 
 
 def test_an_evaluation_without_a_number_is_no_best_one(tmp_path, monkeypatch):

@@ -203,16 +203,8 @@ def test_zero_on_several_nodes_without_the_standard_launcher(tmp_path):
     """This node is the only one that is there, and does not miss the other."""
     own, config = ROOT / FOLDER / "zero3.yaml", tmp_path / "zero3.yaml"
     config.write_text(re.sub(".*multinode.*\n", "", own.read_text()))
-    nodes = [
-        "--num_machines",
-        2,
-        "--machine_rank",
-        0,
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        0,
-    ]
+    words = "--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port 0"
+    nodes = words.split()
     words = ["--config_file", config, *nodes, ROOT / "tests/probe.py", "--output_dir", tmp_path]
     result = run(["env", "-C", *map(str, [tmp_path, *ACCELERATE, *words])])
     assert result.code == 0, result.err
