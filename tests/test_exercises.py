@@ -21,8 +21,9 @@ import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-DDP, ACCELERATED, MENDED = (
-    (LAB / "solutions" / f"{name}.py").read_text() for name in ("ddp", "accelerated", "mended")
+BY_HAND, FLAT, SHARDED, ACCELERATED, MENDED = (
+    (LAB / "solutions" / f"{name}.py").read_text()
+    for name in ("by_hand", "flat", "sharded", "accelerated", "mended")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
@@ -38,10 +39,7 @@ FAULTS_9 = {
     "a step takes 64 samples from both ranks together": [
         ("BATCH_SIZE // world_size", "BATCH_SIZE")
     ],
-    "both ranks end with the same weights": [
-        ("    model = DistributedDataParallel(model)\n", ""),
-        ("model.module", "model"),
-    ],
+    "both ranks end with the same weights": [("dist.all_reduce(weight.grad)", "pass")],
     "the loss is the mean over both ranks": [
         (MEAN, ""),
         (" / len(train_loader) / world_size", " / len(train_loader)"),
@@ -52,8 +50,32 @@ FAULTS_9 = {
     "one rank saves the weights": [
         ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
     ],
-    "the plain model can load the weights": [("torch.save(model.module.", "torch.save(model.")],
+    "the plain model can load the weights": [
+        ("model.state_dict()", "nn.Sequential(model).state_dict()")
+    ],
     "the training is that of single.py": [("lr=0.05", "lr=0.1")],
+}
+FAULTS_FLAT = {
+    "a step sends all gradients in one message": [
+        ("average_gradients(model, world_size)\n", "average_gradients(model[0], world_size)\n"),
+        (
+            "optimizer.step()\n",
+            "average_gradients(model[2], world_size)\n            optimizer.step()\n",
+        ),
+    ],
+    "both ranks end with the same weights": [("gradient.copy_(", "gradient.clone().copy_(")],
+    "the training is that of single.py": [("    flat /= world_size\n", "")],
+}
+FAULTS_SHARDED = {
+    "a rank updates its half of the weights": [
+        ("weights.chunk(world_size)[rank].clone()", "weights.clone()"),
+        ("(own.grad, gradients)", "(own.grad.chunk(world_size)[rank], gradients)"),
+        ("(weights, own)", "(weights, own.chunk(world_size)[rank])"),
+    ],
+    "a step sends gradients once, and weights once": [
+        ("own.grad = torch", "dist.all_reduce(gradients.clone())\n            own.grad = torch")
+    ],
+    "the training is that of single.py": [("            own.grad /= world_size\n", "")],
 }
 FAULTS_10 = {
     "each epoch has another order": [
@@ -107,15 +129,34 @@ def judged(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "checker, right, faults, point",
+    "checker, right, faults, part, point",
     [
-        *((check_ex9, DDP, FAULTS_9, point) for point in FAULTS_9),
-        *((check_ex10, MENDED, FAULTS_10, point) for point in FAULTS_10),
+        (checker, right, faults, part, point)
+        for checker, right, faults, part in (
+            (check_ex9, BY_HAND, FAULTS_9, 1),
+            (check_ex9, FLAT, FAULTS_FLAT, 2),
+            (check_ex9, SHARDED, FAULTS_SHARDED, 3),
+            (check_ex10, MENDED, FAULTS_10, 1),
+        )
+        for point in faults
     ],
 )
-def test_each_fault_is_named(checker, right, faults, point, judged):
-    code, printed, wrong = judged(checker, changed(right, faults[point]))
+def test_each_fault_is_named(checker, right, faults, part, point, judged):
+    flags = ["--part", str(part)] if part > 1 else []
+    code, printed, wrong = judged(checker, changed(right, faults[point]), *flags)
     assert (code, wrong) == (1, [point]), printed
+
+
+def test_torchs_own_wrapper_is_right_too(judged):
+    """But for the names that it saves, as part 2 says."""
+    averaging = BY_HAND[BY_HAND.index("            for weight in") :].split(
+        "            optimizer"
+    )[0]
+    place = "    optimizer = torch"
+    wrapped = f"    model = nn.parallel.DistributedDataParallel(model)\n{place}"
+    changes = [(averaging, ""), (place, wrapped), ("evaluate(model,", "evaluate(model.module,")]
+    _, printed, wrong = judged(check_ex9, changed(BY_HAND, changes))
+    assert wrong == ["the plain model can load the weights"], printed
 
 
 def test_the_faulty_script_is_the_mended_one_with_these_faults():
@@ -140,8 +181,8 @@ def test_processes_that_train_alone(judged):
 )
 def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
     place = "    torch.manual_seed(SEED)"
-    number = DDP[: DDP.index(place)].count("\n") + 1
-    text = changed(DDP, [(place, f"    {fault}\n{place}")])
+    number = BY_HAND[: BY_HAND.index(place)].count("\n") + 1
+    text = changed(BY_HAND, [(place, f"    {fault}\n{place}")])
     code, printed, _ = judged(check_ex9, text, "--seconds", "5")
     assert code == 1 and "runs to its end" in printed, printed
     assert re.search(said.format(number), printed), printed  # the launcher may end the other rank
@@ -165,7 +206,13 @@ def test_page(page, tmp_path, judged):
     """
     for name in ("accelerate_configs", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    right = {"my_ddp.py": DDP, "my_accelerate.py": ACCELERATED, "mended.py": MENDED}
+    right = {
+        "my_ddp.py": BY_HAND,
+        "my_flat.py": FLAT,
+        "my_sharded.py": SHARDED,
+        "my_accelerate.py": ACCELERATED,
+        "mended.py": MENDED,
+    }
     for commands, pasted in blocks_of((LAB / f"{page}.md").read_text()):
         printed, wrong = "", "WRONG" in pasted
         if "ok  " in pasted and not wrong:
@@ -174,9 +221,10 @@ def test_page(page, tmp_path, judged):
         for command in commands.splitlines():
             if re.match("accelerate launch|torchrun .* --nproc_per_node 2", command):
                 code, text = start(command, tmp_path)
-            elif "check_ex" in command and (wrong or "my_ddp.py" in command):
+            elif "check_ex" in command and (wrong or "my_accelerate.py" not in command):
                 checker = check_ex10 if "check_ex10" in command else check_ex9
-                code, text, _ = judged(checker, (tmp_path / command.split()[-1]).read_text())
+                _, _, file, *flags = command.split()
+                code, text, _ = judged(checker, (tmp_path / file).read_text(), *flags)
             else:
                 shell = subprocess.run(
                     ["bash", "-c", command],
