@@ -19,6 +19,7 @@ drawn from measured records, memory.svg by the formulas of fit.py.
 
 import itertools
 import json
+import math
 import re
 import sys
 import tarfile
@@ -444,10 +445,11 @@ def hold(picture):
     for name, x in (("ddp", 60), ("fsdp", 450)):
         held = moments(name, MODELS["bert-base"], 4 * 384, GPUS)
         scale = wide / sum(units for units, *_ in held)
+        most = max(sum(parts.values()) for *_, parts in held)
         picture.text(
             x,
             16,
-            f"{NAMES[name]}: at most {max(sum(parts.values()) for *_, parts in held):,.0f} MB",
+            f"{NAMES[name]}: at most {math.ceil(most):,} MB",  # as fit.py rounds
             weight="bold",
         )
         base = [0.0] * len(held)
@@ -478,6 +480,7 @@ def hold(picture):
         [
             "BERT-base in fp32, 4 windows of 384 tokens on each of 4 devices",
             "by the formulas of fit.py",
+            "DDP's gradients lie in the buckets of its all-reduce, which stay from step to step",
         ],
     )
 
