@@ -45,7 +45,7 @@ FAULTS_9 = {
         (" / len(train_loader) / world_size", " / len(train_loader)"),
     ],
     "each epoch prints one line": [
-        ("if rank == 0:\n            # Without", "if True:\n            # Without")
+        ("if rank == 0:\n            accuracy", "if True:\n            accuracy")
     ],
     "one rank saves the weights": [
         ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
