@@ -21,11 +21,16 @@ import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-BY_HAND, FLAT, SHARDED, ACCELERATED, MENDED = (
+BY_HAND, FLAT, SHARDED, ACCELERATED, MENDED, GOING = (
     (LAB / "solutions" / f"{name}.py").read_text()
-    for name in ("by_hand", "flat", "sharded", "accelerated", "mended")
+    for name in ("by_hand", "flat", "sharded", "accelerated", "mended", "going")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
+# Until the first rank of exercise 10 hangs, and then some time for the second one.
+WAIT = (
+    "for i in $(seq 60); do py-spy dump --pid $(pgrep -P $! | head -n 1) 2>&1 | "
+    "grep -qE 'evaluate|ermission' && break; sleep 2; done; sleep 10"
+)
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
 
 # A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
@@ -92,6 +97,18 @@ FAULTS_10 = {
 }
 
 
+FAULTS_HANG = {
+    "it trains as before": [
+        ("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(0)\n"),
+        (
+            "DistributedSampler(train_data, seed=0)",
+            "DistributedSampler(train_data, num_replicas=1, rank=0, seed=0)",
+        ),
+    ],
+    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")],
+}
+
+
 def changed(text, changes):
     for old, new in changes:
         assert old in text, old
@@ -119,7 +136,7 @@ def judged(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as watch.check has it, for this test alone
         monkeypatch.setattr(sys, "argv", ["check", str(script), *flags])
         single = LAB / "single.py" if checker is check_ex9 else None
-        code, printed = watch.check(checker.judge, single), capsys.readouterr().out
+        code, printed = watch.check(checker.judge, single, parts=4), capsys.readouterr().out
         for page, place in re.findall(r"See (\S+\.md)#?([\w-]*)", printed):
             headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
             assert not place or place in map(anchor, headings), f"{page}#{place}"
@@ -137,6 +154,7 @@ def judged(tmp_path, monkeypatch, capsys):
             (check_ex9, FLAT, FAULTS_FLAT, 2),
             (check_ex9, SHARDED, FAULTS_SHARDED, 3),
             (check_ex10, MENDED, FAULTS_10, 1),
+            (check_ex10, GOING, FAULTS_HANG, 2),
         )
         for point in faults
     ],
@@ -162,6 +180,18 @@ def test_torchs_own_wrapper_is_right_too(judged):
 def test_the_faulty_script_is_the_mended_one_with_these_faults():
     text = changed(MENDED, sum(FAULTS_10.values(), []))
     assert text.split('"""\n', 1)[1] == (LAB / "faulty.py").read_text().split('"""\n', 1)[1]
+
+
+def test_a_hang_is_told_with_its_lines(judged):
+    """And that the two scripts differ in nothing else. A hang ends by the time that it gets."""
+    alone = "        accuracy = evaluate(model, test_data, rank, world_size)  # all ranks call it\n"
+    call = "            accuracy = evaluate(model, test_data, rank, world_size)\n"
+    text = changed(
+        GOING, [(alone, ""), ("        if rank == 0:\n", f"        if rank == 0:\n{call}")]
+    )
+    assert text.split('"""\n', 1)[1] == (LAB / "hanging.py").read_text().split('"""\n', 1)[1]
+    code, printed, _ = judged(check_ex10, text, "--part", "2", "--seconds", "20")
+    assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
 
 
 def test_processes_that_train_alone(judged):
@@ -198,6 +228,19 @@ def start(command, folder):
     return code, log.read_text()
 
 
+def type_in(commands, folder):
+    """What commands print in a shell, and its exit code."""
+    done = subprocess.run(
+        ["bash", "-c", commands],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize("page", ["09-by-hand", "10-faults"])
 def test_page(page, tmp_path, judged):
     """All commands, in order. The files that a student changes become right ones before the blocks
@@ -212,9 +255,15 @@ def test_page(page, tmp_path, judged):
         "my_sharded.py": SHARDED,
         "my_accelerate.py": ACCELERATED,
         "mended.py": MENDED,
+        "going.py": GOING,
     }
     for commands, pasted in blocks_of((LAB / f"{page}.md").read_text()):
         printed, wrong = "", "WRONG" in pasted
+        if "py-spy" in commands:  # some systems let root alone use it, as the page says
+            printed = type_in(commands.replace("sleep 20", WAIT), tmp_path)[1]
+            if "ermission" not in printed:
+                check_kind(pasted, printed)
+            continue
         if "ok  " in pasted and not wrong:
             for file in Path(tmp_path, "runs", "lab").glob("*.py"):
                 file.write_text(right[file.name])
@@ -224,17 +273,10 @@ def test_page(page, tmp_path, judged):
             elif "check_ex" in command and (wrong or "my_accelerate.py" not in command):
                 checker = check_ex10 if "check_ex10" in command else check_ex9
                 _, _, file, *flags = command.split()
+                flags += ["--seconds", "40"] if wrong else []
                 code, text, _ = judged(checker, (tmp_path / file).read_text(), *flags)
             else:
-                shell = subprocess.run(
-                    ["bash", "-c", command],
-                    cwd=tmp_path,
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    timeout=200,
-                )
-                code, text = shell.returncode, shell.stdout
+                code, text = type_in(command, tmp_path)
             assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
             printed += text
         check_kind(pasted, printed)
