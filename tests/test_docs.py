@@ -112,3 +112,18 @@ def test_diagrams_are_those_that_the_script_draws_and_a_page_shows(tmp_path):
     images = {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("*.svg")}
     assert drawn.items() <= images.items()
     assert set(images) <= set(re.findall(r"img/(\w+\.svg)", "".join(PAGES.values())))
+
+
+def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
+    """So they age together."""
+    for english, spanish, end in (
+        ("README.md", "docs/es/README.md", "## The strategy is the YAML"),
+        ("docs/lab.md", "docs/es/lab.md", "## 5. Weak and strong scaling"),
+    ):
+        translated, rest = PAGES[ROOT / english].split(f"\n{end}")
+        assert rest
+        both = [
+            re.findall(r"^```.*?^```$", text, re.M | re.S)
+            for text in (translated, PAGES[ROOT / spanish])
+        ]
+        assert both[0] == both[1] and len(both[0]) >= 3, spanish

@@ -15,7 +15,6 @@ from test_lab import blocks_of
 
 import fit
 from planning import links, memory, prediction
-from reporting.records import ARCHITECTURE
 
 pytestmark = pytest.mark.slow
 LAB, MEASURED = ROOT / "docs" / "lab", ROOT / "docs" / "results" / "report-cpu"
@@ -79,7 +78,8 @@ def test_the_times_taken_by_hand_are_the_predictors():
     own = {name.lower().replace("-", ""): float(ms) / 1e3 for ms, name in found}
     link = links.link_of(35e9, 20e-6)
     model = fit.MODELS["bert-base"]
-    sizes = dict(zip(ARCHITECTURE, [*(model[name] for name in memory.SIZES[:3]), 512], strict=True))
+    names = ("layers", "hidden_size", "intermediate_size", "positions")
+    sizes = dict(zip(names, [*(model[name] for name in memory.SIZES[:3]), 512], strict=True))
     parameters = memory.count_parameters(model)[0]
     times = {}
     for row in csv.DictReader((LAB / "times-by-hand.csv").read_text().splitlines()):
