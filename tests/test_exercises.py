@@ -275,6 +275,7 @@ def test_page(page, tmp_path, judged):
                 _, _, file, *flags = command.split()
                 flags += ["--seconds", "40"] if wrong else []
                 code, text, _ = judged(checker, (tmp_path / file).read_text(), *flags)
+                text = text.replace(str(tmp_path / "mine.py"), file)
             else:
                 code, text = type_in(command, tmp_path)
             assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
