@@ -4,15 +4,23 @@
     python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
 BERT reads a question and a text (the context), and says at which token of the text the answer
-starts and ends. A run leaves run.json (the record), predictions.json, model and
-tokenizer for `from_pretrained`, and checkpoints/ (for --resume) in OUTPUT_DIR.
+starts and ends. A run leaves in OUTPUT_DIR:
 
-Read to the end of `main`, and `train` first. All below it is the same in both scripts.
+    run.json             what ran, the seconds of each phase, the loss of each step
+    predictions.json     the answer to each validation question
+    model.safetensors    the final weights; with config and tokenizer, for `from_pretrained`
+    best/                the same of the epoch that scored best
+    checkpoints/         what --resume goes on from: the two newest
+
+This file, from top to bottom: `main`, `train`, `evaluate`; the model, the data, the flags. Below
+them is machinery that you may leave unread. It is word for word the same in both scripts: what
+stands behind `run` (its progress, clock, checkpoints and record), and how processes are launched.
 """
 
 import argparse
 import collections
 import contextlib
+import fcntl
 import inspect
 import json
 import math
@@ -24,11 +32,11 @@ import string
 import sys
 import time
 import zlib
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import datasets
-import evaluate
 import huggingface_hub
 import numpy as np
 import psutil
@@ -42,83 +50,264 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-BORN = (
-    psutil.Process().create_time()
-    - psutil.boot_time()  # in whole seconds
-    + time.time()
-    - time.clock_gettime(time.CLOCK_BOOTTIME)
-)
-CORES = sorted(os.sched_getaffinity(0))
-SYNC_STEPS = 50  # so often losses leave the device, and ranks agree whether to stop,
-SYNC_SECONDS = 10  # or about so often, as lines in a log
-WARMUP_STEPS = 10  # not in samples_per_second: memory and links are set up
-CHECKPOINT = "step_" + "[0-9]" * 8  # other names are not ours
-OFFLINE = "without a network, run --prepare_data_only where there is one, or give files"
+
+def main(args):
+    """One run, from its flags to its record."""
+    quiet_libraries()
+    accelerator, strategy = make_accelerator(args)
+    config, tokenizer, train_set, eval_set = in_turn(load_inputs, args)
+    if args.prepare_data_only:
+        load_model(args, config)  # It has to load, too.
+        say(
+            f"the model, {len(train_set.questions)} training questions and "
+            f"{len(eval_set.questions)} validation questions are ready"
+        )
+        return
+
+    run = Run(accelerator, strategy, args, describe_workload(args, config, train_set, eval_set))
+    run.clock.note_memory_without_model()
+    model = load_model(args, config)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    recomputes = args.activation_checkpointing
+    if not run.open(parameters=parameters, activation_checkpointing=recomputes):
+        return
+
+    train_loader, eval_loader = make_loaders(train_set, eval_set, run)
+    if strategy == "dp":  # Accelerate has no DataParallel: one process, a thread for each GPU.
+        model = torch.nn.DataParallel(model.to(accelerator.device))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
+    )
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, run.total_steps)
+    model, optimizer, train_loader, schedule = accelerator.prepare(
+        model, optimizer, train_loader, schedule
+    )
+    # Prepared alone, as DeepSpeed takes the smaller batch size of two loaders for that of training.
+    eval_loader = accelerator.prepare(eval_loader)
+    utils.set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
+
+    run.start(optimizer, schedule)
+    with tracing(run):
+        train(accelerator, model, optimizer, schedule, train_loader, eval_loader, tokenizer, run)
+    if not run.stopped:
+        save_model(accelerator, model, tokenizer, run.folder)
+    run.record |= describe_tokens(train_set, run)
+    run.finish("preempted" if run.stopped else "completed")
 
 
-def parse_args():
-    """The flags of a run. Anything wrong with them ends it with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.error = lambda message: fail(f"{message} (--help lists the flags)")
-    add = parser.add_argument
-    add(
-        "--model_name_or_path",
-        default="google-bert/bert-base-uncased",
-        help="BERT's name on the Hub, or a folder with config, weights and tokenizer",
-    )
-    add("--from_scratch", action="store_true", help="the model's config, but random weights")
-    add("--train_file", help="SQuAD's nested JSON to train on (without: SQuAD from the Hub)")
-    add("--validation_file", help="questions to evaluate on, likewise")
-    add(
-        "--version_2_with_negative",
-        action="store_true",
-        help="SQuAD v2.0: some questions have no answer",
-    )
-    add("--max_train_samples", type=int, default=10_000, help="the first N questions; 0: all")
-    add("--max_eval_samples", type=int, default=500, help="likewise in evaluation")
-    add("--max_seq_length", type=int, default=384, help="tokens of question and context")
-    add("--doc_stride", type=int, default=128, help="tokens that windows of a long context share")
-    add("--max_answer_length", type=int, default=30, help="of a predicted answer, in tokens")
-    add(
-        "--activation_checkpointing",
-        action="store_true",
-        help="compute activations again in the backward pass: less memory, a third more work",
-    )
-    add("--prepare_data_only", action="store_true", help="fetch and check all inputs, then stop")
-    add("--num_epochs", type=int, default=4, help="passes over the training data")
-    add("--max_train_steps", type=int, help="optimizer steps; overrides --num_epochs")
-    add("--per_device_train_batch_size", type=int, default=4, help="samples in a micro-batch")
-    add("--per_device_eval_batch_size", type=int, default=32, help="samples per device")
-    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step")
-    add("--learning_rate", type=float, default=3e-5, help="the highest of the schedule")
-    add("--max_grad_norm", type=float, help="clip each step's gradients to this norm")
-    add("--dropout", type=float, default=0.1, help="share of activations set to 0")
-    add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
-    add(
-        "--output_dir",
-        default=time.strftime("runs/bert_squad-%Y%m%d-%H%M%S"),
-        help="where results go; all nodes must see it",
-    )
-    add("--checkpointing_steps", type=int, help="save every so many steps, besides each epoch")
-    add("--resume", action="store_true", help="go on from OUTPUT_DIR's newest checkpoint, if any")
-    add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
-    add("--profile", action="store_true", help="trace steps 13 to 17; not for timings")
-    add("--collective_timeout", type=int, default=1800, help="seconds that a rank waits for others")
-    args = parser.parse_args()
-    may_be_0 = "seed", "dropout", "doc_stride", "max_train_samples", "max_eval_samples"
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and name in may_be_0):
-            fail(f"--{name} must be greater than 0, got {value}")
-    if args.dropout >= 1:
-        fail(f"--dropout must be less than 1, got {args.dropout}")
-    if bool(args.train_file) != bool(args.validation_file):
-        fail("--train_file and --validation_file go together: give both, or none")
-    return args
+def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, tokenizer, run):
+    """Train and evaluate, epoch by epoch, to the last step or until all ranks agree to stop."""
+    max_norm = run.args.max_grad_norm
+    grad_norm = None
+    for epoch in run.epochs_left():
+        model.train()
+        for inputs, spans in run.batches(train_loader, epoch):
+            with accelerator.accumulate(model):
+                logits = span_logits(model, inputs)
+                loss = span_losses(logits, spans["start"], spans["end"]).mean()
+                accelerator.backward(loss)  # gradients: means over micro-batches and ranks
+                if max_norm and accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            run.after_batch(loss, grad_norm)  # counts; now and then it logs, saves, or stops
+        with run.clock.phase("eval"):
+            metrics = evaluate(accelerator, model, eval_loader, run)
+        if run.stopped:
+            return
+        text = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}"
+        best_so_far = run.add_evaluation(metrics, -metrics["eval_loss"], text.format(**metrics))
+        if best_so_far:
+            with replacing(run.folder / "best") as folder:
+                save_model(accelerator, model, tokenizer, folder)
 
 
-# -------- questions, read
+def evaluate(accelerator, model, loader, run):
+    """Exact match, F1 and loss on the validation questions; None if the run is stopped. Rank 0
+    writes predictions.json. A collective.
+    """
+    features = loader.dataset
+    version_2 = run.args.version_2_with_negative
+    rows = find_answers(accelerator, model, loader, run)
+    metrics = None
+    if accelerator.is_main_process and not run.stopped:
+        answers = choose_answers(rows, features, version_2)
+        metrics = score_answers(answers, features.questions, version_2)
+        metrics["eval_loss"] = rows[:, 0].double().mean().item()
+        text = json.dumps(answers, indent=1, ensure_ascii=False)
+        write_whole(run.folder / "predictions.json", text + "\n")
+    return utils.broadcast_object_list([metrics])[0]
+
+
+@torch.no_grad()
+def find_answers(accelerator, model, loader, run):
+    """For each feature its loss, the score of "no answer", and its best span's score, start and
+    end: [features, 5] on the CPU of all ranks; None if the run is stopped. A collective.
+    """
+    model.eval()
+    found = []
+    for inputs, spans in run.until_stopped(loader):
+        logits = span_logits(model, inputs)
+        losses = span_losses(logits, spans["start"], spans["end"])
+        longest = min(run.args.max_answer_length, logits.shape[1])
+        best = best_spans(logits, spans["first"], spans["last"], longest)
+        rows = torch.stack([spans["ids"], losses, logits[:, 0].sum(1), *best], 1)
+        # It drops the rows of features that stand in the last batch to fill it up.
+        found.append(accelerator.gather_for_metrics(rows))
+    if run.stopped:
+        return None
+    rows = torch.cat(found).cpu()
+    return rows[rows[:, 0].argsort(), 1:]
+
+
+def save_model(accelerator, model, tokenizer, folder):
+    """Save the weights, gathered from all ranks, for `from_pretrained`. A collective."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        # accelerate 1.15 leaves torch.compile's prefix in the names.
+        weights = {
+            name.replace("_orig_mod.", ""): weight.float().cpu().contiguous()
+            for name, weight in weights.items()
+        }
+        whole = accelerator.unwrap_model(model, keep_torch_compile=False)
+        whole.save_pretrained(folder, state_dict=weights)
+        whole.config.architectures = ["BertForQuestionAnswering"]  # FSDP2 renames the class.
+        whole.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+# -------- answers and their scores
+
+
+def best_spans(logits, first, last, max_answer_length):
+    """The best-scoring span of each feature that is an answer: it starts at or before its end, has
+    at most `max_answer_length` tokens, and lies between the tokens `first` and `last` [batch].
+
+    Returns its score (start logit + end logit), first token and last token, each [batch], of logits
+    [batch, width, 2].
+    """
+    positions = torch.arange(logits.shape[1], device=logits.device)
+    inside = (positions >= first[:, None]) & (positions <= last[:, None])
+    starts, ends = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
+    # Each start with the ends from there on: [batch, width, max_answer_length], a view of memory.
+    ends_ahead = F.pad(ends, (0, max_answer_length - 1), value=-torch.inf)
+    scores = starts[:, :, None] + ends_ahead.unfold(1, max_answer_length, 1)
+    best, pair = scores.flatten(1).max(1)
+    start = pair // max_answer_length
+    return best, start, start + pair % max_answer_length
+
+
+def choose_answers(rows, features, version_2):
+    """{question id: text} of the rows that `find_answers` returns: of all windows of a question,
+    the best span.
+
+    With `version_2` the answer is "" where "no answer", at [CLS], scores higher than the best span;
+    as the official recipe has it, the window counts in which "no answer" scores lowest.
+    """
+    best = {}
+    no_answer = {}
+    owners = features.columns["owner"].tolist()
+    for window, (owner, row) in enumerate(zip(owners, rows.tolist(), strict=True)):
+        _, null_score, score, start, end = row
+        no_answer[owner] = min(no_answer.get(owner, null_score), null_score)
+        if owner not in best or score > best[owner][0]:
+            best[owner] = [score, window, int(start), int(end)]
+
+    answers = {}
+    begins = features.table.data["begins"]
+    stops = features.table.data["stops"]
+    for owner, (score, window, start, end) in sorted(best.items()):
+        question = features.questions[owner]
+        text = question["context"][begins[window][start].as_py() : stops[window][end].as_py()]
+        answers[question["id"]] = "" if version_2 and no_answer[owner] > score else text
+    return answers
+
+
+def score_answers(answers, questions, version_2):
+    """Exact match and F1 in percent of {question id: text}, by the rules of SQuAD's official
+    scripts (Rajpurkar et al., 2016 and 2018).
+    """
+    exact = []
+    f1 = []
+    for question in questions:
+        right = [answer_words(text) for text in question["answers"]["text"]]
+        if version_2:  # Texts of nothing but articles and punctuation are no answers.
+            right = [words for words in right if words] or [[]]
+        words = answer_words(answers[question["id"]])
+        exact.append(words in right)
+        f1.append(max(word_f1(words, others, version_2) for others in right))
+    return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
+
+
+def answer_words(text):
+    """The words of an answer, in lower case, without punctuation and articles."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def word_f1(words, others, version_2):
+    """The harmonic mean of precision and recall. Without words v1.1 gives 0, and v2.0 compares."""
+    if version_2 and not (words and others):
+        return float(words == others)
+    same = sum((collections.Counter(words) & collections.Counter(others)).values())
+    return 2 * same / (len(words) + len(others)) if same else 0.0
+
+
+# -------- model
+
+
+def load_model(args, config):
+    """BERT with a new head, or the one it has, in float32: precision is the launcher's."""
+    name = args.model_name_or_path
+    kind = transformers.BertForQuestionAnswering
+    config.hidden_dropout_prob = args.dropout
+    config.attention_probs_dropout_prob = args.dropout
+    config.num_labels = 2  # an answer's start and its end
+    config._attn_implementation = "sdpa"  # It knows bool masks.
+    utils.set_seed(args.seed)  # the same new weights on all ranks
+    # transformers 5.23 would draw a new head on the GPU under ZeRO-3, so with other numbers.
+    transformers.integrations.unset_hf_deepspeed_config()
+
+    missing = []
+    try:
+        if args.from_scratch:
+            model = kind(config)
+        else:
+            model, loading = kind.from_pretrained(
+                name, config=config, attn_implementation="sdpa", output_loading_info=True
+            )
+            missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
+    except Exception as problem:  # of the network, the Hub, or a file
+        abort(f"cannot load the model {name}: {problem}; --from_scratch needs no weights")
+    if missing:
+        abort(f"the weights of {name} lack {len(missing)} parameters, such as {missing[0]}")
+    model._no_split_modules = ["BertLayer"]  # FSDP's units; transformers' own list makes it fail
+    if args.activation_checkpointing:  # with the same dropout masks: it restores the RNG's state
+        old = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.23
+        enable = getattr(model, "activation_checkpointing_enable", old)
+        enable({"use_reentrant": False})
+    return model.float()
+
+
+def span_logits(model, inputs):
+    """The logits of an answer's start and end at each token, float32 [batch, width, 2]; lowest on
+    padding, so that its width changes nothing.
+    """
+    logits = torch.stack(model(**inputs, return_dict=False), 2).float()
+    hidden = ~inputs["attention_mask"][:, 0, 0, :, None]
+    return logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+
+
+def span_losses(logits, starts, ends):
+    """The mean of the start's and the end's cross-entropy, [batch]."""
+    start_logits, end_logits = logits.unbind(-1)
+    start_losses = F.cross_entropy(start_logits, starts, reduction="none")
+    end_losses = F.cross_entropy(end_logits, ends, reduction="none")
+    return (start_losses + end_losses) / 2
+
+
+# -------- data: questions, and the features that BERT reads
 
 
 def read_questions(args, split):
@@ -133,15 +322,19 @@ def read_questions(args, split):
     for row in read_squad(path) if path else read_hub(name, split):
         if limit and len(questions) == limit:
             break
-        if problem := check_question(row, args.version_2_with_negative, questions):
-            fail(f"{name}: question {row['id']} {problem}")
+        problem = check_question(row, args.version_2_with_negative, questions)
+        if problem:
+            abort(f"{name}: question {row['id']} {problem}")
         questions[row["id"]] = row
-    return list(questions.values()) or fail(f"{name} has no questions")
+    if not questions:
+        abort(f"{name} has no questions")
+    return list(questions.values())
 
 
 def check_question(row, version_2, others):
     """What is wrong with a question that a user can mend, or None."""
-    texts, starts = row["answers"].values()
+    texts = row["answers"]["text"]
+    starts = row["answers"]["answer_start"]
     if row["id"] in others:
         return "is there twice"
     if not texts and not version_2:
@@ -160,20 +353,28 @@ def read_squad(path):
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
                     place = f"question {qa.get('id')}"
-                    answers = [] if qa.get("is_impossible") else qa["answers"]
-                    yield {
-                        "id": str(qa["id"]),
-                        "question": qa["question"],
-                        "context": paragraph["context"],
-                        "answers": {
-                            "text": [answer["text"] for answer in answers],
-                            "answer_start": [int(a["answer_start"]) for a in answers],
-                        },
-                    }
+                    yield squad_row(qa, paragraph["context"])
     except OSError as problem:
-        fail(f"cannot read {path}: {problem.strerror}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        fail(f"{path} is not in SQuAD's form, at {place}: {problem!r}")
+        abort(f"cannot read {path}: {problem.strerror}")
+    except Exception as problem:  # anything but SQuAD's form
+        abort(f"{path} is not in SQuAD's form, at {place}: {problem!r}")
+
+
+def squad_row(qa, context):
+    """A question in the form of the Hub, of one in SQuAD's JSON."""
+    answers = [] if qa.get("is_impossible") else qa["answers"]
+    row = {
+        "id": str(qa["id"]),
+        "question": qa["question"],
+        "context": context,
+        "answers": {
+            "text": [answer["text"] for answer in answers],
+            "answer_start": [int(answer["answer_start"]) for answer in answers],
+        },
+    }
+    for text in (row["id"], row["question"], context, *row["answers"]["text"]):
+        text.encode()  # An error tells of what is no text, or of half a character.
+    return row
 
 
 def hub_name(args):
@@ -186,10 +387,7 @@ def read_hub(name, split):
     try:
         return datasets.load_dataset(name, split=split)
     except Exception as problem:  # of the network, the Hub, or the cache
-        return fail(f"cannot load {name}: {problem}; {OFFLINE}")
-
-
-# -------- questions, tokenised
+        abort(f"cannot load {name}: {problem}; {OFFLINE}")
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -197,14 +395,14 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     window of its context, [CLS] question [SEP] window [SEP].
 
     Columns: input_ids; length, their number; begins and stops, the first and one-past-last
-    character of each token; first, the window's first token;
-    start and end, the answer's first and last token, or 0 and 0, [CLS], where the window has none;
-    owner, the number of its question.
+    character of each token; first, the window's first token; start and end, the answer's first and
+    last token, or 0 and 0, [CLS], where the window has none; owner, the number of its question.
     """
     asked = [question.strip() for question in batch["question"]]
     for name, ids in zip(batch["id"], tokenizer(asked)["input_ids"], strict=True):
-        if (room := max_seq_length - 1 - len(ids)) <= doc_stride:  # 1: the last [SEP]
-            fail(
+        room = max_seq_length - 1 - len(ids)  # 1 is the last [SEP].
+        if room <= doc_stride:
+            abort(
                 f"question {name} leaves {max(room, 0)} of --max_seq_length {max_seq_length} "
                 f"tokens for its context, which must be more than --doc_stride {doc_stride}"
             )
@@ -221,21 +419,21 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     features = []
     for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
         if 1 not in encoding.sequence_ids:
-            fail(f"question {batch['id'][row]} has a context without tokens")
-        first, offsets = encoding.sequence_ids.index(1), np.array(encoding.offsets)
+            abort(f"question {batch['id'][row]} has a context without tokens")
+        first = encoding.sequence_ids.index(1)
+        offsets = np.array(encoding.offsets)
         start, end = find_span(offsets, first, batch["answers"][row])
-        features.append(
-            {
-                "input_ids": encoding.ids,
-                "length": len(encoding.ids),
-                "begins": offsets[:, 0],
-                "stops": offsets[:, 1],
-                "first": first,
-                "start": start,
-                "end": end,
-                "owner": owners[row],
-            }
-        )
+        feature = {
+            "input_ids": encoding.ids,
+            "length": len(encoding.ids),
+            "begins": offsets[:, 0],
+            "stops": offsets[:, 1],
+            "first": first,
+            "start": start,
+            "end": end,
+            "owner": owners[row],
+        }
+        features.append(feature)
     return {name: [feature[name] for feature in features] for name in features[0]}
 
 
@@ -243,30 +441,35 @@ def find_span(offsets, first, answers):
     """The first and last token of the first answer, in a window whose context begins at token
     `first`; (0, 0) unless all of the answer is inside.
     """
-    begins, stops = offsets[first:-1, 0], offsets[first:-1, 1]  # without the [SEP] at the end
-    text = answers["text"][0] if answers["text"] else ""
-    start = answers["answer_start"][0] + len(text) - len(text.lstrip()) if text else -1
-    stop = start + len(text.strip())  # an answer starts and ends with a token, not with a space
+    if not answers["text"]:
+        return 0, 0
+    begins = offsets[first:-1, 0]  # without the [SEP] at the end
+    stops = offsets[first:-1, 1]
+    text = answers["text"][0]
+    # An answer starts and ends with a token, not with a space.
+    start = answers["answer_start"][0] + len(text) - len(text.lstrip())
+    stop = start + len(text.strip())
     if not begins[0] <= start <= stop <= stops[-1]:
         return 0, 0
     # The first token that ends after the answer begins, and the last that begins before it ends: a
     # character may be several tokens, or none.
-    return (
-        first + int(np.searchsorted(stops, start, "right")),
-        first + int(np.searchsorted(begins, stop, "left")) - 1,
-    )
+    first_token = first + int(np.searchsorted(stops, start, "right"))
+    last_token = first + int(np.searchsorted(begins, stop, "left")) - 1
+    return first_token, last_token
 
 
 class Features(Dataset):
     """A split of the data as BERT reads it. Item `i` is a feature, as `tokenize` explains it."""
 
     def __init__(self, questions, table, key, max_seq_length):
-        self.questions, self.table, self.key = questions, table, key  # dicts, datasets.Dataset
-        self.tokens = table.with_format("torch", columns=["input_ids"])  # they stay on the disk
-        names = ["length", "first", "start", "end", "owner"]
-        columns = table.with_format("torch", columns=names)[:]  # int64 [features] each
-        self.lengths, self.first, self.start, self.end, self.owner = map(columns.get, names)
+        self.questions = questions  # dicts
+        self.table = table  # a datasets.Dataset
+        self.key = key
         self.max_width = max_seq_length
+        self.tokens = table.with_format("torch", columns=["input_ids"])  # They stay on the disk.
+        names = ["length", "first", "start", "end", "owner"]
+        self.columns = table.with_format("torch", columns=names)[:]  # int64 [features] each
+        self.lengths = self.columns["length"]
 
     def __len__(self):
         return len(self.table)
@@ -275,7 +478,7 @@ class Features(Dataset):
         """The width of batches whose features have `lengths` [..., batch]: dynamic padding."""
         widths = lengths.amax(-1)
         if torch.cuda.is_available():
-            widths = (widths + 7) // 8 * 8  # tensor cores want multiples of 8
+            widths = (widths + 7) // 8 * 8  # Tensor cores want multiples of 8.
         return widths.clamp(max=self.max_width)
 
     def __getitems__(self, ids):
@@ -285,39 +488,28 @@ class Features(Dataset):
         input_ids = F.pad(input_ids, (0, self.width(self.lengths[ids]) - input_ids.shape[1]))
         positions = torch.arange(input_ids.shape[1])
         mask = positions < self.lengths[ids, None]
-        in_context = positions >= self.first[ids, None]
-        # transformers takes a mask [batch, heads, query, key] as it is
+        in_context = positions >= self.columns["first"][ids, None]
         inputs = {
             "input_ids": input_ids,
+            # transformers takes a mask [batch, heads, query, key] as it is.
             "attention_mask": mask[:, None, None, :],
             "token_type_ids": (mask & in_context).int(),
         }
-        return inputs, {
-            "ids": ids,
-            "start": self.start[ids],
-            "end": self.end[ids],
-            "first": self.first[ids],
-            "last": self.lengths[ids] - 2,
-        }
+        spans = {name: self.columns[name][ids] for name in ("start", "end", "first")}
+        return inputs, spans | {"ids": ids, "last": self.lengths[ids] - 2}
 
 
 def load_features(questions, tokenizer, args):
     """The `Features` of questions; `datasets` caches them, under a key of their content."""
     table = datasets.Dataset.from_list(questions)
     sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
-    tokenizer.backend_tokenizer.no_truncation()  # left by the call before, it would be in the key
-    key = Hasher.hash(
-        [
-            json.dumps(questions),
-            sizes,
-            tokenizer.backend_tokenizer.to_str(),
-            inspect.getsource(tokenize),
-            inspect.getsource(find_span),
-        ]
-    )
+    tokenizer.backend_tokenizer.no_truncation()  # Left by the call before, it would be in the key.
+    code = inspect.getsource(tokenize) + inspect.getsource(find_span)
+    words = tokenizer.backend_tokenizer.to_str()
+    key = Hasher.hash([json.dumps(questions), sizes, words, code])
     file = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key}.arrow"
 
-    for again in (False, True):  # a damaged file is made anew
+    for again in (False, True):  # A damaged file is made anew.
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             found = table.map(
@@ -335,7 +527,7 @@ def load_features(questions, tokenizer, args):
                 break
         except (OSError, ValueError) as problem:
             if again:
-                fail(f"cannot write to {file.parent}: {problem}; set HF_HOME")
+                abort(f"cannot write to {file.parent}: {problem}; set HF_HOME")
     return Features(questions, found, key, args.max_seq_length)
 
 
@@ -346,31 +538,26 @@ def load_inputs(args):
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # of the network, the Hub, or a file
-        fail(f"cannot load {name}: {problem}; {OFFLINE}")
-    if not args.from_scratch:  # rank 0 fetches the weights first
+        abort(f"cannot load {name}: {problem}; {OFFLINE}")
+    if not args.from_scratch:  # Rank 0 fetches the weights before the others look for them.
         transformers.utils.cached_file(
             name, "model.safetensors", _raise_exceptions_for_missing_entries=False
         )
     fits = 5 < len(tokenizer) <= config.vocab_size  # without vocab.txt it has 5
     if config.model_type != "bert" or not (tokenizer.is_fast and fits):
-        fail(
+        abort(
             f"{name} is a {config.model_type} model with a {type(tokenizer).__name__} of "
             f"{len(tokenizer)} tokens: BERT, and a fast tokenizer that fits, is wanted"
         )
     if args.max_seq_length > config.max_position_embeddings:
-        fail(
+        abort(
             f"--max_seq_length {args.max_seq_length} is more than the "
             f"{config.max_position_embeddings} positions of {name}"
         )
-    tokenizer.padding_side = tokenizer.truncation_side = "right"
-    return (
-        config,
-        tokenizer,
-        *(
-            load_features(read_questions(args, split), tokenizer, args)
-            for split in ("train", "validation")
-        ),
-    )
+    tokenizer.truncation_side = "right"
+    train_set = load_features(read_questions(args, "train"), tokenizer, args)
+    eval_set = load_features(read_questions(args, "validation"), tokenizer, args)
+    return config, tokenizer, train_set, eval_set
 
 
 class EpochSampler(Sampler):
@@ -383,7 +570,9 @@ class EpochSampler(Sampler):
     """
 
     def __init__(self, lengths, global_batch_size, seed):
-        self.lengths, self.size, self.seed = lengths, global_batch_size, seed
+        self.lengths = lengths
+        self.size = global_batch_size
+        self.seed = seed
         self.steps = len(lengths) // global_batch_size
         self.set_epoch(0)
 
@@ -405,57 +594,10 @@ class EpochSampler(Sampler):
         return iter(self.order.flatten().tolist())
 
 
-# -------- model
-
-
-def load_model(args, config):
-    """BERT with a new head, or the one it has, in float32: precision is the launcher's."""
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    utils.set_seed(args.seed)
-    name, kind, missing = args.model_name_or_path, transformers.BertForQuestionAnswering, []
-    transformers.integrations.unset_hf_deepspeed_config()  # or ZeRO-3 draws the head on a GPU
-    config.num_labels, config._attn_implementation = 2, "sdpa"  # start and end; knows bool masks
-
-    try:
-        if args.from_scratch:
-            model = kind(config)
-        else:
-            model, loading = kind.from_pretrained(
-                name, config=config, attn_implementation="sdpa", output_loading_info=True
-            )
-            missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
-    except Exception as problem:  # as above
-        fail(f"cannot load the model {name}: {problem}; --from_scratch needs no weights")
-    if missing:
-        fail(f"the weights of {name} lack {len(missing)} parameters, such as {missing[0]}")
-    model._no_split_modules = ["BertLayer"]  # FSDP's units; transformers' own list makes it fail
-    if args.activation_checkpointing:  # with the same dropout masks: it restores the RNG's state
-        old = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.23
-        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
-    return model.float()
-
-
-def span_logits(model, inputs):
-    """The logits of an answer's start and end at each token, float32 [batch, width, 2]; lowest on
-    padding, so that its width changes nothing.
-    """
-    logits = torch.stack(model(**inputs, return_dict=False), 2).float()
-    hidden = ~inputs["attention_mask"][:, 0, 0, :, None]
-    return logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-
-
-def span_losses(logits, starts, ends):
-    """The mean of the start's and the end's cross-entropy, [batch]."""
-    start_logits, end_logits = logits.unbind(-1)
-    return (
-        F.cross_entropy(start_logits, starts, reduction="none")
-        + F.cross_entropy(end_logits, ends, reduction="none")
-    ) / 2
-
-
 def make_loaders(train_set, eval_set, run):
-    """The DataLoaders of both splits; a batch is that of all ranks. The Dataset makes it whole."""
-    # Without a generator of its own, a loader draws from dropout's: other masks on resume.
+    """The DataLoaders of both splits. A batch is that of all ranks, and each takes its part."""
+    # Without a generator of its own, a loader draws from that of dropout: a resumed run would have
+    # other masks. The Dataset makes batches whole, so there is nothing to collate.
     options = {
         "collate_fn": tuple,
         "generator": torch.Generator(),
@@ -463,231 +605,17 @@ def make_loaders(train_set, eval_set, run):
     }
     sampler = EpochSampler(train_set.lengths, run.global_batch_size, run.args.seed)
     by_length = eval_set.lengths.argsort(descending=True, stable=True).tolist()
-    eval_batch = run.args.per_device_eval_batch_size * run.devices
     return (
         DataLoader(train_set, run.batch_size, sampler=sampler, **options),
-        DataLoader(eval_set, eval_batch, sampler=by_length, **options),
+        DataLoader(eval_set, run.eval_batch_size, sampler=by_length, **options),
     )
 
 
-# -------- training
-
-
-def train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run):
-    """Train and evaluate, epoch by epoch. Returns whether all ranks agreed to stop early."""
-    args = run.args
-    for epoch in range(len(run.evaluations), run.epochs):
-        train_loader.set_epoch(epoch)  # before skipping: what skip_first_batches returns ignores it
-        loader, done = train_loader, run.step - epoch * run.steps_per_epoch
-        if done:  # a resumed run goes on here
-            done *= args.gradient_accumulation_steps
-            loader = accelerator.skip_first_batches(loader, done)
-        model.train()
-        run.start_clock()
-        waiting = time.perf_counter()
-        for inputs, spans in loader:
-            if run.step == run.total_steps:
-                break
-            run.seconds["loading"] += time.perf_counter() - waiting
-            with accelerator.accumulate(model):
-                logits = span_logits(model, inputs)
-                loss = span_losses(logits, spans["start"], spans["end"]).mean()
-                accelerator.backward(loss)  # gradients are means over micro-batches and ranks
-                if args.max_grad_norm and accelerator.sync_gradients:
-                    run.grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm
-                    )
-                optimizer.step()
-                [learning_rate] = schedule.get_last_lr()
-                schedule.step()
-                optimizer.zero_grad()
-            run.losses.append(loss.detach())  # it stays on the device
-            if accelerator.sync_gradients and run.end_step():  # now and then
-                stop = run.sync(learning_rate)  # reads the losses
-                if stop or run.saving:
-                    save_checkpoint(accelerator, optimizer, run)
-                if stop:
-                    return True
-            waiting = time.perf_counter()
-        metrics = evaluate_epoch(accelerator, model, eval_loader, run)
-        if metrics is None:
-            return True
-        text = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}"
-        run.add_evaluation(metrics, -metrics["eval_loss"], text.format(**metrics))
-    return False
-
-
-# -------- evaluation
-
-
-def best_spans(logits, first, last, max_answer_length):
-    """The best-scoring span of each feature that is an answer: it starts at or before its end, has
-    at most `max_answer_length` tokens, and lies between the tokens `first` and `last` [batch].
-
-    Returns its score (start logit + end logit), first token and last token, each [batch], of logits
-    [batch, width, 2].
-    """
-    positions = torch.arange(logits.shape[1], device=logits.device)
-    inside = (positions >= first[:, None]) & (positions <= last[:, None])
-    starts, ends = logits.masked_fill(~inside[:, :, None], -torch.inf).unbind(-1)
-    # Each start with the ends from there on: [batch, width, max_answer_length], a view of memory.
-    ends_ahead = F.pad(ends, (0, max_answer_length - 1), value=-torch.inf)
-    scores = starts[:, :, None] + ends_ahead.unfold(1, max_answer_length, 1)
-    best, pair = scores.flatten(1).max(1)
-    start = pair // max_answer_length
-    return best, start, start + pair % max_answer_length
-
-
-@torch.no_grad()
-def find_answers(accelerator, model, loader, run):
-    """For each feature its loss, the score of "no answer", and its best span's score, start and
-    end: [features, 5] on the CPU of all ranks; None if all ranks agreed to stop.
-    """
-    model.eval()
-    found = []
-    for inputs, spans in loader:
-        if accelerator.check_trigger():
-            return None
-        logits = span_logits(model, inputs)
-        losses = span_losses(logits, spans["start"], spans["end"])
-        best = best_spans(logits, spans["first"], spans["last"], run.args.max_answer_length)
-        rows = torch.stack([spans["ids"], losses, logits[:, 0].sum(1), *best], 1)
-        found.append(accelerator.gather_for_metrics(rows))  # without those that fill the last batch
-    found = torch.cat(found).cpu()
-    return found[found[:, 0].argsort(), 1:]
-
-
-def choose_answers(rows, features, version_2):
-    """{question id: text} of the rows that `find_answers` returns: of all windows of a question,
-    the best span.
-
-    With `version_2` the answer is "" where "no answer", at [CLS], scores higher than the best span;
-    as the official recipe has it, the window counts in which "no answer" scores lowest.
-    """
-    best, nothing, owners = {}, {}, features.owner.tolist()
-    for window, (owner, row) in enumerate(zip(owners, rows.tolist(), strict=True)):
-        _, null_score, score, start, end = row
-        nothing[owner] = min(nothing.get(owner, null_score), null_score)
-        if owner not in best or score > best[owner][0]:
-            best[owner] = score, window, int(start), int(end)
-
-    answers, begins, stops = {}, features.table.data["begins"], features.table.data["stops"]
-    for owner, (score, window, start, end) in sorted(best.items()):
-        question = features.questions[owner]
-        text = question["context"][begins[window][start].as_py() : stops[window][end].as_py()]
-        answers[question["id"]] = "" if version_2 and nothing[owner] > score else text
-    return answers
-
-
-class SquadMetric(evaluate.Metric):
-    """Exact match and F1 in percent, by the rules of SQuAD's official scripts (Rajpurkar et al.,
-    2016 and 2018). As evaluate's "squad", or "squad_v2" by `config_name`, without a network.
-    """
-
-    def _info(self):
-        text = datasets.Value("string")
-        answers = datasets.Sequence({"text": text, "answer_start": datasets.Value("int32")})
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            features=datasets.Features(
-                {
-                    "predictions": {"id": text, "prediction_text": text},
-                    "references": {"id": text, "answers": answers},
-                }
-            ),
-        )
-
-    def _compute(self, predictions, references):
-        exact, f1, version_2 = [], [], self.config_name == "squad_v2"
-        given = {row["id"]: row["prediction_text"] for row in predictions}
-        for reference in references:
-            right = [answer_words(text) for text in reference["answers"]["text"]]
-            if version_2:  # texts of nothing but articles and punctuation are no answers
-                right = [words for words in right if words] or [[]]
-            words = answer_words(given[reference["id"]])
-            exact.append(words in right)
-            f1.append(max(word_f1(words, others, version_2) for others in right))
-        return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
-
-
-def answer_words(text):
-    """The words of an answer, in lower case, without punctuation and articles."""
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
-
-
-def word_f1(words, others, version_2):
-    """The harmonic mean of precision and recall. Without words v1.1 gives 0, and v2.0 compares."""
-    if version_2 and not (words and others):
-        return float(words == others)
-    same = sum((collections.Counter(words) & collections.Counter(others)).values())
-    return 2 * same / (len(words) + len(others)) if same else 0.0
-
-
-def evaluate_epoch(accelerator, model, loader, run):
-    """Exact match, F1 and loss on the validation questions; None if the ranks agreed to stop. Rank
-    0 writes predictions.json.
-    """
-    features, version_2, metrics = loader.dataset, run.args.version_2_with_negative, None
-    rows = find_answers(accelerator, model, loader, run)
-    if rows is not None and accelerator.is_main_process:
-        answers = choose_answers(rows, features, version_2)
-        metric = SquadMetric(
-            "squad_v2" if version_2 else "squad",
-            keep_in_memory=True,
-            cache_dir=f"{run.folder}/.evaluate",
-        )  # it makes a folder
-        metrics = metric.compute(
-            predictions=[{"id": name, "prediction_text": text} for name, text in answers.items()],
-            references=[
-                {key: question[key] for key in ("id", "answers")} for question in features.questions
-            ],
-        )
-        metrics["eval_loss"] = rows[:, 0].double().mean().item()
-        partial = run.folder / ".predictions.json"
-        text = json.dumps(answers, indent=1, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(run.folder / "predictions.json")
-    return utils.broadcast_object_list([metrics])[0]
-
-
-def save_model(accelerator, model, tokenizer, folder):
-    """Save the weights, gathered from all ranks, for `from_pretrained`. A collective."""
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:  # torch.compile puts a prefix before the names
-        weights = {
-            k.replace("_orig_mod.", ""): w.float().cpu().contiguous() for k, w in weights.items()
-        }
-        whole = accelerator.unwrap_model(model, keep_torch_compile=False)
-        whole.save_pretrained(folder, state_dict=weights)  # after a kill, --resume does it again
-        whole.config.architectures = ["BertForQuestionAnswering"]  # not FSDP's
-        whole.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def describe_tokens(features, run, first_step):
-    """The tokens that the run trained on, for the record. Padding is no token."""
-    sampler, lengths = EpochSampler(features.lengths, run.global_batch_size, run.args.seed), []
-    for epoch in range(run.epochs):
-        sampler.set_epoch(epoch)
-        lengths.append(features.lengths[sampler.order])
-    done = torch.cat(lengths)[: run.step]  # [steps, global batch]
-    ranks = run.accelerator.num_processes
-    padded = done.view(-1, run.batch_size // ranks)  # each rank pads its part of a micro-batch
-    share = done.sum() / (features.width(padded).sum() * padded.shape[1])
-    new, seconds = done[first_step:].sum().item(), run.seconds["train"]
-    return {
-        "tokens": done.sum().item(),
-        "padding_share": round(1 - share.item(), 4),
-        "tokens_per_second": round(new / seconds, 1) if new else None,
-    }
-
-
 def describe_workload(args, config, train_set, eval_set):
-    """What the record says of model and data; a resumed run must have it again."""
+    """The work of a run, which a resumed run must have again."""
+    scratch = ", from scratch" if args.from_scratch else ""
     return {
-        "model": Path(args.model_name_or_path).name + ", from scratch" * args.from_scratch,
+        "model": Path(args.model_name_or_path).name + scratch,
         "dataset": Path(args.train_file).name if args.train_file else hub_name(args),
         "questions": len(train_set.questions),
         "samples": len(train_set),
@@ -704,76 +632,951 @@ def describe_workload(args, config, train_set, eval_set):
     }
 
 
-def main():
-    """One run, from its flags to its record."""
-    args = parse_args()
-    for library in (transformers, huggingface_hub):  # each rank would warn of the new head
+def describe_tokens(features, run):
+    """The tokens that the run trained on. Padding is no token."""
+    sampler = EpochSampler(features.lengths, run.global_batch_size, run.args.seed)
+    lengths = []
+    for epoch in range(run.epochs):
+        sampler.set_epoch(epoch)
+        lengths.append(features.lengths[sampler.order])
+    done = torch.cat(lengths)[: run.progress.step]  # [steps, global batch]
+    tokens = done.sum().item()
+    # Each rank pads its part of a micro-batch.
+    padded = done.view(-1, run.batch_size // run.accelerator.num_processes)
+    padded_tokens = (features.width(padded).sum() * padded.shape[1]).item()
+    steady_tokens = done[run.warm_step :].sum().item()
+    steady_seconds = run.clock.seconds["train"] - run.warm_seconds
+    return {
+        "tokens": tokens,
+        "padding_share": round(1 - tokens / padded_tokens, 4),
+        "tokens_per_second": round(steady_tokens / steady_seconds, 1) if steady_tokens else None,
+    }
+
+
+# -------- flags
+
+OFFLINE = "without a network, run --prepare_data_only where there is one, or give files"
+
+
+def parse_args():
+    """The flags of a run. Anything wrong with them ends it with one line."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--model_name_or_path",
+        default="google-bert/bert-base-uncased",
+        help="BERT's name on the Hub, or a folder with config, weights and tokenizer",
+    )
+    add("--from_scratch", action="store_true", help="the model's config, but random weights")
+    add("--train_file", help="SQuAD's nested JSON to train on (without: SQuAD from the Hub)")
+    add("--validation_file", help="questions to evaluate on, likewise")
+    add("--version_2_with_negative", action="store_true", help="some questions have no answer")
+    add("--max_train_samples", type=int, default=10_000, help="the first N questions; 0: all")
+    add("--max_eval_samples", type=int, default=500, help="likewise in evaluation")
+    add("--max_seq_length", type=int, default=384, help="tokens of question and context")
+    add("--doc_stride", type=int, default=128, help="tokens that windows of a long context share")
+    add("--max_answer_length", type=int, default=30, help="of a predicted answer, in tokens")
+    add(
+        "--activation_checkpointing",
+        action="store_true",
+        help="compute activations again in the backward pass: less memory, a third more work",
+    )
+    add("--prepare_data_only", action="store_true", help="fetch and check all inputs, then stop")
+    add_shared_flags(parser)
+    parser.set_defaults(
+        num_epochs=4,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=32,
+        learning_rate=3e-5,
+    )
+    args = parser.parse_args()
+    may_be_0 = ["seed", "dropout", "doc_stride", "max_train_samples", "max_eval_samples"]
+    check_flags(args, may_be_0)
+    if bool(args.train_file) != bool(args.validation_file):
+        abort("--train_file and --validation_file go together: give both, or none")
+    if Path(args.output_dir).resolve() == Path(args.model_name_or_path).resolve():
+        abort("--output_dir is the model's own folder, and its weights would be overwritten")
+    return args
+
+
+def quiet_libraries():
+    """No warning of the new head on each rank, and no progress bars outside a terminal."""
+    for library in (transformers, huggingface_hub):
         library.logging.set_verbosity_error()
     if not sys.stdout.isatty():
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
-    accelerator, strategy = make_accelerator(args)
-    config, tokenizer, train_set, eval_set = in_turn(load_inputs, args)
 
-    peak_memory()
-    memory_before = peak_memory()
-    model = load_model(args, config)
-    if args.prepare_data_only:
+
+# -------- machinery: the same in both scripts, so you may leave it unread
+
+SYNC_STEPS = 50  # After so many steps losses leave the device, and ranks agree whether to stop,
+SYNC_SECONDS = 10  # or after about so many seconds, if that is sooner.
+WARMUP_STEPS = 10  # These are not in samples_per_second: memory and links are set up in them.
+CHECKPOINT = "step_" + "[0-9]" * 8  # A folder with another name is not ours.
+CHECKPOINT_FORMAT = 3  # of checkpoint.json; another one is refused
+VERSION = "0.4.0"  # of the project; CHANGELOG.md says what changed
+HSDP_SIZES = ("dp_replicate_size", "dp_shard_size")  # as accelerate's YAML names them
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser that ends with one line where a flag is wrong."""
+
+    def error(self, message):
+        abort(f"{message} (--help lists the flags)")
+
+
+def add_shared_flags(parser: argparse.ArgumentParser):
+    """The flags of both scripts. Each script sets the defaults that are its own."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = parser.add_argument
+    add("--num_epochs", type=int, help="passes over the training data")
+    add("--max_train_steps", type=int, help="optimizer steps; overrides --num_epochs")
+    add("--per_device_train_batch_size", type=int, help="samples in a micro-batch")
+    add("--per_device_eval_batch_size", type=int, help="samples per device")
+    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step")
+    add("--learning_rate", type=float, help="the highest of the schedule")
+    add("--max_grad_norm", type=float, help="clip each step's gradients to this norm")
+    add("--dropout", type=float, default=0.1, help="share of activations set to 0")
+    add("--seed", type=int, default=0, help="of new weights, sample order and dropout")
+    add("--output_dir", type=os.path.expanduser, help="without it, a new folder in runs/")
+    add("--checkpointing_steps", type=int, help="save every so many steps, besides each epoch")
+    add("--resume", action="store_true", help="go on from OUTPUT_DIR's newest checkpoint, if any")
+    add("--with_tracking", action="store_true", help="write TensorBoard logs into OUTPUT_DIR")
+    add("--profile", action="store_true", help="trace steps 13 to 17; not for timings")
+    add("--collective_timeout", type=int, default=1800, help="seconds that a rank waits for others")
+
+
+def check_flags(args, may_be_0):
+    """Refuse numbers that are negative, NaN, or 0 where that means nothing; name OUTPUT_DIR."""
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not value > 0 and not (value == 0 and name in may_be_0):
+            abort(f"--{name} must be greater than 0, got {value}")
+    if args.dropout >= 1:
+        abort(f"--dropout must be less than 1, got {args.dropout}")
+    if args.resume and not args.output_dir:
+        abort("--resume goes on with the run in a folder: name it by --output_dir")
+    name = Path(__file__).stem.removeprefix("train_")
+    args.output_dir = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
+
+
+# -------- the run
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint holds beside weights, optimizer and random states."""
+
+    step: int = 0  # optimizer steps done
+    loss_history: list = field(default_factory=list)  # [step, mean loss over the global batch]
+    evaluations: list = field(default_factory=list)  # the metrics of each epoch
+    best_score: float | None = None  # of the epoch whose model is in best/
+
+
+class Run:
+    """A run as the loop sees it: it counts steps, and logs, saves and stops when it is time.
+
+    `main` calls open, start and finish; `train` calls epochs_left, batches, after_batch and
+    add_evaluation; `evaluate` calls until_stopped. Each rank has a Run of its own. In "a
+    collective" the ranks wait for each other, so all of them have to call it.
+    """
+
+    def __init__(self, accelerator: Accelerator, strategy: str, args, workload: dict):
+        self.accelerator = accelerator
+        self.args = args
+        self.strategy = strategy
+        self.workload = workload
+        self.folder = Path(args.output_dir)
+        self.clock = Clock()
+        self.progress = Progress()
+
+        gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
+        self.devices = accelerator.num_processes * gpus
+        self.batch_size = args.per_device_train_batch_size * self.devices  # of all ranks
+        self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
+        self.steps_per_epoch = workload["samples"] // self.global_batch_size
+        if not self.steps_per_epoch:
+            abort(
+                f"the global batch of {self.global_batch_size} is more than all samples: "
+                "lower --per_device_train_batch_size"
+            )
+        # A larger batch in the evaluation would be filled up with copies.
+        share = math.ceil(workload["eval_samples"] / self.devices)
+        self.eval_batch_size = min(args.per_device_eval_batch_size, share) * self.devices
+        self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
+        self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
+
+        self.record: dict = {}  # what run.json says
+        self.settings: dict = {}  # what a resumed run must have again
+        self.lock = None  # an open file of rank 0
+        self.losses: list = []  # of the micro-batches since the last sync, on the device
+        self.stop_signal = StopSignal()
+        self.stopped = False  # All ranks agreed to stop.
+        self.resumed_from = None  # the path of a checkpoint
+        self.next_sync = 0  # the step after which the ranks wait for each other
+        self.warm_step = 0  # the last step of the warm-up
+        self.warm_seconds = 0.0  # of training, when the warm-up was over
+        self.learning_rate = 0.0  # of the newest step
+        self.profiler = None
+
+    def open(self, **facts) -> bool:
+        """Open the output folder and write the first record, with these facts in it. False if the
+        run is completed already. A collective.
+        """
+        self.record = describe_run(self) | facts
+        self.settings = settings_of(self.record)
+        completed, self.resumed_from, progress = on_rank_0(lambda: open_folder(self))
+        if completed:
+            say(f"{self.folder} is a completed run already: see its run.json")
+            return False
+        self.progress = Progress(**progress)
+        first = self.progress.step
+        self.next_sync = first + 1
+        self.warm_step = first + min(WARMUP_STEPS, (self.total_steps - first) // 2)
+        write_record(self, "running")  # It stays so if the run is killed.
+        return True
+
+    def start(self, optimizer, schedule):
+        """Resume if need be, heed signals, and say what runs. A collective."""
+        self.optimizer = optimizer
+        self.schedule = schedule
+        # deepspeed 0.19.8 fills ZeRO-3's shards up with uninitialized memory: until it clears that.
+        for shard in getattr(optimizer.optimizer, "fp32_partitioned_groups_flat", ()):
+            shard.data.nan_to_num_()
+        if self.resumed_from:
+            say(f"resuming from {self.resumed_from}")
+            self.accelerator.load_state(self.resumed_from)
+            self.accelerator.step = 0  # It counts micro-batches; a step may have more or fewer now.
+        if self.args.with_tracking:
+            options = {"tensorboard": {"purge_step": self.progress.step + 1}}
+            self.accelerator.init_trackers("tensorboard", vars(self.args), options)
+        self.stop_signal.heed()
         say(
-            f"the model, {len(train_set.questions)} training questions and "
-            f"{len(eval_set.questions)} validation questions are ready"
+            f"{self.strategy} on {self.devices} x {self.record['device_name']}: "
+            f"{self.record['parameters']:,} parameters, {self.total_steps:,} steps of "
+            f"{self.global_batch_size} samples; results go to {self.folder}"
         )
-        return
+        self.display = Display(self.accelerator, self.total_steps, self.progress.step)
+        self.clock.seconds["startup"] = age()
 
-    workload = describe_workload(args, config, train_set, eval_set)
-    run = Run(
-        accelerator,
-        strategy,
-        args,
-        memory_before,
-        workload,
-        {
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "activation_checkpointing": args.activation_checkpointing,
+    def epochs_left(self):
+        """The epochs, counted from 0, that have no evaluation yet."""
+        return range(len(self.progress.evaluations), self.epochs)
+
+    def batches(self, loader, epoch: int):
+        """Yield an epoch's batches, without those that a resumed run has trained on. They end with
+        the epoch, with the last step, or when all ranks have agreed to stop.
+        """
+        loader.set_epoch(epoch)  # accelerate 1.15 ignores this on what skip_first_batches returns.
+        done = self.progress.step - epoch * self.steps_per_epoch
+        if done:
+            done *= self.args.gradient_accumulation_steps
+            loader = self.accelerator.skip_first_batches(loader, done)
+            loader._non_blocking = True  # accelerate 1.15 forgets it.
+        batches = iter(loader)
+        self.clock.start_lap()
+        while not self.stopped and self.progress.step < self.total_steps:
+            with self.clock.phase("loading"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            # That of this batch's step.
+            self.learning_rate = float(self.schedule.get_last_lr()[0])
+            yield batch
+
+    def after_batch(self, loss: torch.Tensor, grad_norm=None):
+        """Count a batch, and maybe a step; if it is time, meet the other ranks in `sync`."""
+        self.losses.append(loss.detach())  # To read it now would be to wait for the device.
+        if not self.accelerator.sync_gradients:
+            return  # The step has more micro-batches.
+        self.progress.step += 1
+        if self.profiler:
+            self.profiler.step()
+        step = self.progress.step
+        every = self.args.checkpointing_steps or self.total_steps
+        saving = step % every == 0 or step % self.steps_per_epoch == 0 or step == self.total_steps
+        if saving or step == self.next_sync:
+            self.sync(saving, grad_norm)
+
+    def sync(self, saving: bool, grad_norm):
+        """Read and log the losses, agree whether to stop, and save if it is time. A collective."""
+        progress = self.progress
+        per_step = self.args.gradient_accumulation_steps
+        losses, seconds = read_losses(self.accelerator, self.losses, per_step, self.clock)
+        self.losses = []
+        self.clock.seconds["train"] += seconds
+        if progress.step == self.warm_step:
+            self.warm_seconds = self.clock.seconds["train"]
+        for loss in losses:
+            step = len(progress.loss_history) + 1
+            if not math.isfinite(loss):
+                self.fail(f"the training loss of step {step} is {loss}")
+            progress.loss_history.append([step, loss])
+        steps_per_second = len(losses) / seconds
+        values = {
+            "loss": losses[-1],
+            "learning_rate": self.learning_rate,
+            "samples_per_second": steps_per_second * self.global_batch_size,
+        }
+        self.display.show(progress.step, values, grad_norm)
+        # Sync again when the warm-up ends, then every SYNC_STEPS, or after about SYNC_SECONDS.
+        warming_up = self.warm_step - progress.step
+        steps = warming_up if warming_up > 0 else SYNC_STEPS
+        steps = min(steps, int(steps_per_second * SYNC_SECONDS))
+        self.next_sync = progress.step + max(1, steps)
+        self.stopped = self.stop_signal.agreed(self.accelerator)
+        if saving or self.stopped:
+            if not all_finite(self.accelerator, self.optimizer):
+                self.fail(f"weights or Adam's states are not finite after step {progress.step}")
+            save_checkpoint(self)
+        self.clock.start_lap()
+
+    def until_stopped(self, loader):
+        """Yield the batches of an evaluation, until all ranks agree to stop. A collective."""
+        for batch in loader:
+            self.stopped |= self.stop_signal.agreed(self.accelerator)
+            if self.stopped:
+                return
+            yield batch
+
+    def add_evaluation(self, metrics: dict, score: float, text: str) -> bool:
+        """Note an epoch's metrics. Whether it scored higher than all before it."""
+        progress = self.progress
+        if not math.isfinite(score):
+            self.fail(f"the evaluation after step {progress.step} gave {metrics}")
+        progress.evaluations.append(metrics)
+        self.accelerator.log(metrics, progress.step)
+        say(
+            f"epoch {len(progress.evaluations)}/{self.epochs}: {text}, training loss "
+            f"{progress.loss_history[-1][1]:.4f}, {self.clock.seconds['train']:.1f} s of training"
+        )
+        best = progress.best_score is None or score > progress.best_score
+        if best:
+            progress.best_score = score
+        return best
+
+    def fail(self, reason: str):
+        """End a run that broke down. A collective."""
+        self.finish("failed")
+        abort(f"{reason}: not saved; --resume, or start afresh with a lower --learning_rate")
+
+    def finish(self, status: str):
+        """Write the record of a run that is completed, preempted or failed. A collective."""
+        write_record(self, status)
+        self.accelerator.get_tracker("tensorboard").finish()
+        self.display.bar.close()
+        goes_on = "" if status == "completed" else "; --resume goes on"
+        say(
+            f"{status} at step {self.progress.step:,}: {self.clock.seconds['train']:.1f} s of "
+            f"training, {age():.1f} s in all; record: {self.folder}/run.json{goes_on}"
+        )
+
+
+class StopSignal:
+    """Whether this rank was told to stop: by Slurm, by Ctrl-C, or by the death of its launcher."""
+
+    def __init__(self):
+        self.received = False
+        self.parent = os.getppid()
+
+    def heed(self):
+        """From now on, such a signal does not end the process."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, number, frame):
+        """Note the signal, and no more: it comes in the middle of anything."""
+        self.received = True
+
+    def agreed(self, accelerator: Accelerator) -> bool:
+        """Whether any rank was told to stop. A collective."""
+        # The parent of one that nobody launched is a shell, which may go.
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+        if self.received or (launched and os.getppid() != self.parent):
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+
+class Display:
+    """Shows how a run goes: on a bar in a terminal, by a line now and then elsewhere, as in Slurm's
+    logs, and in TensorBoard.
+    """
+
+    def __init__(self, accelerator: Accelerator, total_steps: int, step: int):
+        self.accelerator = accelerator
+        self.line_at = time.monotonic()
+        self.bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            leave=False,
+            file=sys.stdout,
+            disable=not accelerator.is_main_process or None,  # None: only in a terminal
+        )
+
+    def show(self, step: int, values: dict, grad_norm):
+        """Show the last loss and the pace. A collective for FSDP2's norm of the gradients."""
+        if hasattr(grad_norm, "full_tensor"):  # It is a DTensor, of which each rank has a part.
+            grad_norm = grad_norm.full_tensor()
+        if grad_norm is not None:
+            values["grad_norm"] = float(grad_norm)
+        self.accelerator.log(values, step)
+        text = f"loss {values['loss']:.4f}  {values['samples_per_second']:,.0f} samples/s"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and time.monotonic() - self.line_at > SYNC_SECONDS:
+            say(f"step {step}/{self.bar.total}  {text}")
+            self.line_at = time.monotonic()
+
+
+def read_losses(accelerator, losses, per_step, clock):
+    """The loss of each step, of the losses of its micro-batches on the device; and the seconds that
+    these steps took. Both are means over all ranks, so the same on each. A collective.
+    """
+    means = torch.stack(losses).view(-1, per_step).mean(1)
+    own = means.tolist()  # This waits for the device, so the lap ends after it.
+    own.append(clock.end_lap())
+    *losses, seconds = accelerator.reduce(torch.tensor(own, device=means.device), "mean").tolist()
+    return losses, seconds
+
+
+@contextlib.contextmanager
+def tracing(run):
+    """The context to train in. With --profile, it traces five steps after the warm-up."""
+    if not run.args.profile:
+        yield
+        return
+    options = utils.ProfileKwargs(
+        activities=sorted({"cpu", run.accelerator.device.type}),
+        schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
+        output_trace_dir=str(run.folder / "traces"),
+    )
+    if run.total_steps - run.progress.step < WARMUP_STEPS + 7:
+        say("warning: --profile traces steps 13 to 17 from the start, and the run has fewer")
+    with run.accelerator.profile(options) as run.profiler:
+        yield
+
+
+# -------- time and memory
+
+
+class Clock:
+    """The seconds of a run's phases, and what this rank needs of CPU time and memory in training.
+
+    Training is measured in laps, from sync to sync, without evaluations and saving.
+    """
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(("startup", "train", "loading", "eval"), 0.0)
+        self.cpu_seconds = 0.0
+        self.memory_before = 0.0  # in MB, without the model
+        self.peak_memory = 0.0
+
+    def note_memory_without_model(self):
+        """Call it before the model is made."""
+        reset_peak_memory()
+        self.memory_before = peak_memory()
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Add the seconds of a `with` block to a phase."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def start_lap(self):
+        """Measure training from here on."""
+        reset_peak_memory()
+        self.lap_began = time.perf_counter()
+        self.cpu_began = time.process_time()
+
+    def end_lap(self) -> float:
+        """The seconds of the lap; note its CPU time, and its peak of memory."""
+        self.cpu_seconds += time.process_time() - self.cpu_began
+        self.peak_memory = max(self.peak_memory, peak_memory())
+        return time.perf_counter() - self.lap_began
+
+
+def age():
+    """The seconds since this process began, imports included."""
+    began = psutil.Process().create_time() - psutil.boot_time()  # in seconds after the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+
+def peak_memory():
+    """The most MB that this process held on its (first) GPU, or CPU, since `reset_peak_memory`."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", status)  # Not all kernels know HWM.
+    return int(kilobytes[0]) * 1024 / 1e6
+
+
+def reset_peak_memory():
+    """Forget the peak. Where the kernel forbids that, it stays that of the whole run."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # see man 5 proc
+
+
+# -------- checkpoints
+
+
+def open_folder(run: Run):
+    """Whether the run in the folder is completed; the path of the checkpoint to go on from, or
+    None; and its progress. For rank 0.
+    """
+    checkpoints = run.folder / "checkpoints"
+    # One that is being written is named .partial, and one that was passed over .damaged.
+    saved = sorted(checkpoints.glob(CHECKPOINT))
+    record = read_record(run.folder)
+    if (saved or record is not None) and not run.args.resume:
+        abort(f"{run.folder} holds another run: add --resume, or change --output_dir")
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    run.lock = lock(run.folder)
+    if record and record["status"] == "completed":
+        refuse_other_settings(settings_of(record), run.settings)
+        return True, None, {}
+    path, progress = newest_whole(saved, run.settings)
+    if saved and not path:
+        abort(f"no checkpoint in {run.folder} is whole: start afresh in another --output_dir")
+    for partial in checkpoints.glob(CHECKPOINT + ".partial"):
+        shutil.rmtree(partial)  # A killed run left it.
+    return False, path, progress
+
+
+def lock(folder: Path):
+    """Have the folder alone, as long as this process lives and keeps what is returned."""
+    file = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also over NFS
+    except BlockingIOError:
+        abort(f"another run is writing into {folder}: wait for it, or choose another --output_dir")
+    except OSError as problem:
+        say(f"warning: {folder} cannot be locked ({problem}): start no second run in it")
+    return file
+
+
+def refuse_other_settings(old, new):
+    """Refuse to go on with a run that something else was asked for."""
+    changes = [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
+    if changes:
+        abort(f"cannot resume a run with other settings: {', '.join(changes)}")
+
+
+def save_checkpoint(run: Run):
+    """Save what --resume needs; it gets its name when all of it is on disk. A collective."""
+    rank = run.accelerator.process_index
+    final = run.folder / "checkpoints" / f"step_{run.progress.step:08d}"
+    partial = final.with_suffix(".partial")
+    run.accelerator.save_state(partial)
+    run.accelerator.wait_for_everyone()  # Several ranks may write one file, as fp16's scaler.pt.
+    sums = [[str(path.relative_to(partial)), checksum(path)] for path in files_of(rank, partial)]
+    sums = utils.gather_object(sums)
+    if run.accelerator.is_main_process:
+        contents = {
+            "format": CHECKPOINT_FORMAT,
+            "settings": run.settings,
+            "progress": vars(run.progress),
+            "files": dict(sums),
+        }
+        text = json.dumps(contents)
+        write_whole(partial / "checkpoint.json", f"{text}\n{zlib.crc32(text.encode())}")
+        partial.rename(final)
+        for old in sorted(final.parent.glob(CHECKPOINT))[:-2]:  # Two stay, as one may get damaged.
+            # Renamed first: a kill in the middle leaves no half under a complete one's name.
+            shutil.rmtree(old.rename(old.with_suffix(".partial")))
+    run.accelerator.wait_for_everyone()
+
+
+def files_of(rank: int, folder: Path):
+    """The files that a rank wrote, by their names. A disk may show it late what others wrote."""
+    for path in folder.rglob("*"):
+        # __0_0.distcp, zero_pp_rank_0_mp_rank_00_optim_states.pt, random_states_0.pkl
+        number = re.search(r"(?:^__|rank_|states_)(\d+)", path.name)
+        writer = int(number[1]) if number else 0
+        if path.is_file() and writer == rank:
+            yield path
+
+
+@contextlib.contextmanager
+def replacing(folder: Path):
+    """Yield a new folder, for rank 0 to write into, which takes the place of `folder` when it is
+    complete. A kill between the two renames leaves the old one under another name.
+    """
+    new = folder.with_suffix(".new")
+    old = folder.with_suffix(".old")
+    main_process = PartialState().is_main_process
+    if main_process:
+        shutil.rmtree(new, ignore_errors=True)  # A killed run left it.
+        new.mkdir()
+    yield new
+    if main_process:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_whole(saved, settings):
+    """The path and the progress of the newest checkpoint that is as it was written, or None and {}.
+    Damaged ones that are newer are renamed.
+    """
+    damaged = []
+    for path in reversed(saved):
+        try:
+            contents = read_checkpoint(path)
+        except (OSError, ValueError) as damage:
+            say(f"warning: skipping the damaged checkpoint {path}: {damage}")
+            damaged.append(path)
+            continue
+        refuse_other_settings(contents["settings"], settings)
+        for broken in damaged:
+            aside = broken.with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)  # one that was damaged before
+            broken.rename(aside)
+        return str(path), contents["progress"]
+    return None, {}
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What checkpoint.json says; OSError or ValueError if it or another file is damaged."""
+    text, _, crc = (path / "checkpoint.json").read_bytes().rpartition(b"\n")
+    if zlib.crc32(text) != int(crc):
+        raise ValueError("its checkpoint.json has changed")
+    contents = json.loads(text)
+    if not isinstance(contents, dict) or contents.get("format") != CHECKPOINT_FORMAT:
+        abort(f"{path} is an earlier version's: go on with that, or change --output_dir")
+    for name, value in contents["files"].items():
+        if checksum(path / name) != value:
+            raise ValueError("its files have changed")
+    return contents
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file, which is then safe on disk."""
+    value = 0
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        for piece in iter(lambda: file.read(2**20), b""):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def all_finite(accelerator: Accelerator, optimizer) -> bool:
+    """Whether weights and optimizer states have no infinity and no NaN, on any rank: the last loss
+    is from before the last step. A collective, and the only wait for the device.
+    """
+    finite = []
+    for weight, state in optimizer.state.items():
+        for part in filter(torch.is_tensor, (weight, *state.values())):
+            part = part.to_local() if hasattr(part, "to_local") else part  # FSDP2's are DTensors.
+            finite.append(part.isfinite().all().to(accelerator.device))
+    bad = torch.stack(finite).logical_not().sum()
+    return accelerator.reduce(bad).item() == 0
+
+
+# -------- record
+
+
+def describe_run(run: Run) -> dict:
+    """What the record says from the start: what was asked for, and where it runs."""
+    args = run.args
+    strategy = run.strategy
+    state = run.accelerator.state
+    options = {}
+    if strategy.startswith("zero"):
+        options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
+    else:
+        options = {
+            name.removeprefix("FSDP_").lower(): value
+            for name, value in os.environ.items()
+            if name.startswith("FSDP_")
+        }
+    if strategy == "hsdp":
+        options |= sizes_of_hsdp()
+    compute = {
+        "precision": state.mixed_precision,
+        "dynamo": state.dynamo_plugin.backend.value.lower(),
+    }
+    asked_for = {
+        "epochs": None if args.max_train_steps else args.num_epochs,
+        "steps": args.max_train_steps,
+        "max_grad_norm": args.max_grad_norm,
+        "seed": args.seed,
+        "dropout": args.dropout,
+        "learning_rate": args.learning_rate,
+    }
+    return compute | {
+        "version": VERSION,
+        "script": Path(__file__).name,
+        "strategy": strategy,
+        "strategy_options": options,
+        "workload": run.workload | compute | asked_for,
+        "processes": run.accelerator.num_processes,
+        "devices": run.devices,
+        "device_name": device_name(),
+        "threads": torch.get_num_threads(),
+        "per_device_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "global_batch_size": run.global_batch_size,
+        "profiled": args.profile,
+        "argv": sys.argv,
+        "versions": {
+            name: getattr(sys.modules.get(name), "__version__", None)
+            for name in ("torch", "accelerate", "deepspeed", "transformers")
         },
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def settings_of(record: dict) -> dict:
+    """What a resumed run must have again. The number of devices is not in it, as long as the global
+    batch is the same, nor the step from baseline to ddp. But ZeRO's shards are for so many devices.
+    """
+    strategy = record["strategy"]
+    if strategy == "baseline":
+        strategy = "ddp"
+    elif strategy.startswith("zero"):
+        strategy = f"{strategy} on {record['devices']}"
+    options = record["strategy_options"].items()
+    same = {
+        "strategy": strategy,
+        "strategy_options": {key: value for key, value in options if key not in HSDP_SIZES},
+        "global_batch_size": record["global_batch_size"],
+    }
+    return same | record["workload"]
+
+
+def read_record(folder: Path):
+    """What run.json says; {} if it is damaged, as by a loss of power; None if there is none."""
+    try:
+        return json.loads((folder / "run.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+
+
+def write_record(run: Run, status: str):
+    """Write run.json. A collective."""
+    progress = run.progress
+    clock = run.clock
+    used = os.times()
+    rank = {
+        "rank": run.accelerator.process_index,
+        "host": os.uname().nodename,
+        "device_name": device_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "real": age(),
+        "user": used.user,
+        "sys": used.system,
+        "train_cpu": clock.cpu_seconds / torch.get_num_threads(),
+        "memory_before_mb": clock.memory_before,
+        "peak_memory_mb": clock.peak_memory,
+    }
+    ranks = utils.gather_object([rank])
+    samples = (progress.step - run.warm_step) * run.global_batch_size
+    seconds = clock.seconds["train"] - run.warm_seconds
+    run.record |= {
+        "status": status,
+        "resumed_from": run.resumed_from,
+        "steps": progress.step,
+        "loss_history": progress.loss_history,
+        "metrics": progress.evaluations[-1] if progress.evaluations else None,
+        "seconds": clock.seconds | {"total": age()},
+        "samples_per_second": samples / seconds if samples > 0 else None,
+        "ranks": ranks,
+        "nodes": len({rank["host"] for rank in ranks}),
+    }
+    if run.accelerator.is_main_process:
+        write_whole(run.folder / "run.json", json.dumps(run.record, indent=1) + "\n")
+
+
+def device_name():
+    """The name of the (first) GPU, or of the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")  # Containers may hide it, and on ARM it names no model.
+    model = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
+    return f"CPU ({model[1] if model else os.uname().machine})"
+
+
+def write_whole(path: Path, text: str):
+    """Write a file, or leave the old one as it is if the process is killed meanwhile."""
+    partial = path.with_name(f".{path.name}")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+# -------- launch
+
+
+def make_accelerator(args):
+    """The Accelerator for the launcher's YAML, and its strategy: baseline, dp, ddp, fsdp, hsdp,
+    zero1, zero2 or zero3.
+    """
+    strategy = read_strategy()
+    refuse_wrong_launch(strategy)
+    refuse_wrong_yaml(strategy, args)
+    connect(strategy, timedelta(seconds=args.collective_timeout))
+    # Its default names the second in which a rank began, so that of rank 0 is taken.
+    args.output_dir = on_rank_0(lambda: args.output_dir)
+    # Gradients lie in the buckets of the all-reduce, and not beside them too. Buffers are constant,
+    # as BERT's positions are, so they need not be sent.
+    ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    accelerator = Accelerator(
+        kwargs_handlers=[ddp],
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # A loader's batch is that of all ranks; rank r takes the r-th part.
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        log_with="tensorboard" if args.with_tracking else None,
+        project_dir=args.output_dir,
+        rng_types=[],  # Each rank knows the order, so no random state has to be sent.
     )
-    if run.found == "completed":
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        abort("each process would train alone: use accelerate launch with a YAML")
+
+    # After the Accelerator is made: what it took from the launcher, and has to be otherwise.
+    state = accelerator.state
+    # accelerate 1.15 says False: each width is compiled anew, and after 8 none. Until it says None.
+    state.dynamo_plugin.dynamic = state.dynamo_plugin.dynamic or None
+    if strategy == "fsdp" and not torch.cuda.device_count():
+        state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15: it needs a GPU
+    if strategy == "zero":
+        config = state.deepspeed_plugin.deepspeed_config
+        zero = config["zero_optimization"]
+        strategy += str(zero["stage"])
+        if strategy == "zero3":
+            zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
+        # DeepSpeed clips by a setting of its own, by 1.0 if it is "auto". What a YAML says counts,
+        # and is recorded, as if --max_grad_norm had said it.
+        clipping = config["gradient_clipping"]
+        if clipping != "auto" and not args.max_grad_norm:
+            args.max_grad_norm = clipping or None
+        config["gradient_clipping"] = args.max_grad_norm or 0.0
+        if args.max_grad_norm:
+            zero.pop("compute_grad_norm", None)
+    if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ:
+        strategy = "hsdp"
+    return accelerator, strategy
+
+
+def read_strategy():
+    """The strategy, as the launcher hands it over: in the environment. Any ZeRO is "zero", and HSDP
+    is "fsdp".
+    """
+    env = os.environ
+    marked = env.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"  # by dp.yaml
+    if marked:
+        del env["ACCELERATE_DYNAMO_MODE"]  # It is no mode of torch.compile.
+    if env.get("ACCELERATE_USE_FSDP") == "true":
+        return "fsdp"
+    if env.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return "zero"
+    if "LOCAL_RANK" in env:  # One of several processes cannot be dp.
+        return "ddp"
+    return "dp" if marked else "baseline"
+
+
+def sizes_of_hsdp():
+    """How many replicas of the model the ranks hold, and in how many shards each is divided."""
+    return {name: int(os.environ[f"PARALLELISM_CONFIG_{name.upper()}"]) for name in HSDP_SIZES}
+
+
+def refuse_wrong_launch(strategy):
+    """Refuse processes that would silently be another run than the one asked for."""
+    env = os.environ.get
+    gpus = torch.cuda.device_count()
+    ranks = int(env("LOCAL_WORLD_SIZE", 1))
+    # The launcher sets MASTER_ADDR also where it starts one process in spite of --num_processes.
+    alone = env("WORLD_SIZE", "1") == env("SLURM_STEP_NUM_TASKS", "1") == "1"
+    if env("LOCAL_RANK") is None and (not alone or "MASTER_ADDR" in os.environ):
+        abort(
+            "WORLD_SIZE, MASTER_ADDR or Slurm tell of more processes, and each would train alone: "
+            "use ddp.yaml, without --cpu; for one process, --num_processes 1"
+        )
+    if gpus and not torch.cuda.is_available():
+        abort("torch finds a GPU that it cannot use: is its driver too old? See nvidia-smi")
+    if 0 < gpus < ranks:
+        abort(f"{ranks} processes on {gpus} GPU(s): add --num_processes {gpus} (times the nodes)")
+
+
+def refuse_wrong_yaml(strategy, args):
+    """Refuse what a YAML or the launcher says and what would not work, or not be heeded."""
+    env = os.environ.get
+    steps = str(args.gradient_accumulation_steps)
+    if env("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps) != steps:
+        abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
+    if strategy == "dp" and env("ACCELERATE_MIXED_PRECISION") == "bf16":
+        abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
+    if strategy == "fsdp" and env("FSDP_VERSION") != "2":
+        abort("FSDP's first version is not supported: write fsdp_version: 2 into the YAML")
+    if env("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
+        abort("a new head would train on rank 0 only: fsdp_cpu_ram_efficient_loading: false")
+    hsdp = "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
+    if hsdp and math.prod(sizes_of_hsdp().values()) != int(env("WORLD_SIZE", 1)):
+        abort(
+            "--parallelism_config_dp_replicate_size NODES times --parallelism_config_dp_shard_size "
+            f"GPUS_OF_A_NODE must be the number of processes, {env('WORLD_SIZE')}"
+        )
+    if strategy == "zero" and re.search(r"[\[*?]", args.output_dir):
+        abort("DeepSpeed resumes from no path with [, * or ? in it: change --output_dir")
+    if strategy == "zero" and "--dynamo_backend" in psutil.Process(os.getppid()).cmdline():
+        abort("accelerate 1.15 drops --dynamo_backend under DeepSpeed: use fsdp.yaml")
+
+
+def connect(strategy, timeout: timedelta):
+    """Connect the ranks. What has to be set before there is an Accelerator stands here."""
+    # deepspeed 0.19.8 makes groups with torch's default timeout: until it takes the one given.
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+    # The YAML names DeepSpeed's JSON as seen from the current folder, or else from this script's.
+    config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if config and not Path(config).exists():
+        config = str(Path(__file__).parent / config)
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
+    if torch.cuda.device_count():
+        torch.set_float32_matmul_precision("high")  # TF32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.15 plans it anew for each width.
+        PartialState(timeout=timeout)
         return
 
-    train_loader, eval_loader = make_loaders(train_set, eval_set, run)
-    if strategy == "dp":  # accelerate has no DataParallel: a thread for each GPU
-        model = torch.nn.DataParallel(model.to(accelerator.device))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
-    )
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, run.total_steps)
-    model, optimizer, train_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, schedule
-    )
-    eval_loader = accelerator.prepare(eval_loader)  # alone: DeepSpeed reads all batch sizes
-    utils.set_seed(args.seed, device_specific=True)  # other dropout masks on each rank
-    first_step = run.step  # of this process
-    with run.start(optimizer) as run.profiler:
-        stopped = train(accelerator, model, optimizer, schedule, train_loader, eval_loader, run)
-    if not stopped:
-        save_model(accelerator, model, tokenizer, run.folder)
-    run.record |= describe_tokens(train_set, run, first_step)
-    run.write("preempted" if stopped else "completed")
-    accelerator.get_tracker("tensorboard").finish()
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 1 < ranks <= len(cores):  # A rank and its gloo threads on cores of their own: 10 % faster.
+        share = len(cores) // ranks
+        first = share * int(os.environ["LOCAL_RANK"])
+        os.sched_setaffinity(0, cores[first : first + share])
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed 0.19.8 warns
+    if strategy == "zero":
+        from deepspeed.ops import __compatible_ops__ as deepspeed_ops
+
+        deepspeed_ops["deepspeed_shm_comm"] = False  # or deepspeed 0.19.8 compiles an all-reduce
+    sharded = strategy in ("fsdp", "zero")  # accelerate 1.15 shards on CPUs over gloo only
+    state = PartialState(not sharded, backend="gloo" if sharded else None, timeout=timeout)
+    if strategy == "fsdp":  # accelerate 1.15 has FSDP for several GPUs only
+        state.distributed_type = utils.DistributedType.MULTI_GPU
 
 
-# -------- launch, record, checkpoints: the same in both scripts
+# -------- one process among others
 
 
-def fail(message):
-    """End the run with one line: rank 0's, and the launcher ends the others as they sleep."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(0 if os.environ.get("RANK", "0") == "0" else 10)  # alone, a rank speaks
-    sys.exit("error: " + " ".join(str(message).split()).removeprefix("error: "))
+def say(line: str):
+    """Print a line once, above the bar."""
+    if PartialState().is_main_process:
+        tqdm.write(line)
+        sys.stdout.flush()
 
 
 def on_rank_0(work):
-    """What `work()` returns on rank 0. If it gives up, all do."""
+    """What `work()` returns on rank 0; if that ends with an error, all ranks do. A collective."""
     result = problem = None
     if PartialState().is_main_process:
         try:
@@ -781,433 +1584,57 @@ def on_rank_0(work):
         except (SystemExit, OSError) as reason:
             problem = str(reason)
     result, problem = utils.broadcast_object_list([result, problem])
-    return fail(problem) if problem else result
+    if problem:
+        abort(problem)
+    return result
 
 
 def in_turn(load, *args):
-    """What `load(*args)` returns. Rank 0 goes first and fills caches, then one rank per node."""
-    loaded = []  # too large to be sent
+    """What `load(*args)` returns. Rank 0 goes first and fills caches, then one rank of each node,
+    and then the others. A collective.
+    """
+    loaded = []  # Rank 0 keeps it, as it is too large to be sent.
     on_rank_0(lambda: loaded.append(load(*args)))
     with PartialState().local_main_process_first():
         return loaded[0] if loaded else load(*args)
 
 
-def say(line):
-    """Print a line once, above the bar."""
-    if PartialState().is_main_process:
-        tqdm.write(line)
-        sys.stdout.flush()
+def abort(message: str):
+    """End the run with one line. It is rank 0's: the launcher ends the other ranks as they sleep. A
+    rank that is alone with its problem wakes up, and says it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    sys.exit("error: " + " ".join(str(message).split()).removeprefix("error: "))
 
 
-def prepare_launch(zero, dp):
-    """Refuse what would silently be another run; set up a CPU."""
-    env, gpus = os.environ.get, torch.cuda.device_count()
-    rank, ranks = int(env("LOCAL_RANK", -1)), int(env("LOCAL_WORLD_SIZE", 1))
-    if rank < 0 and {env("WORLD_SIZE", "1"), env("SLURM_STEP_NUM_TASKS", "1")} != {"1"}:
-        fail("WORLD_SIZE or Slurm tell of more processes: each would train alone; use ddp.yaml")
-    if 0 < gpus < ranks:
-        fail(f"{ranks} processes on {gpus} GPU(s): add --num_processes {gpus} (times the nodes)")
-    if dp and env("ACCELERATE_MIXED_PRECISION") == "bf16":
-        fail("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
-    name = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # as seen from the current folder, or this script's
-    if not Path(env(name, ".")).exists():
-        os.environ[name] = str(Path(__file__).parent / env(name))
-
-    if gpus:
-        return torch.set_float32_matmul_precision("high")  # TF32
-    if 1 < ranks <= len(CORES):  # each rank and its gloo threads on cores of their own: 10 %
-        share = len(CORES) // ranks
-        os.sched_setaffinity(0, CORES[rank * share :][:share])
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns
-    if zero:
-        from deepspeed.ops import __compatible_ops__ as deepspeed_ops
-
-        deepspeed_ops["deepspeed_shm_comm"] = False  # or 0.19.8 compiles an all-reduce of its own
-
-
-def make_accelerator(args):
-    """The accelerator for the launcher's YAML, and the name of its strategy."""
-    fsdp, zero = (os.environ.get(f"ACCELERATE_USE_{n}") == "true" for n in ("FSDP", "DEEPSPEED"))
-    several, cpu = "LOCAL_RANK" in os.environ, not torch.cuda.device_count()
-    dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
-    if dp:  # the mark of dp.yaml, and no mode of torch.compile
-        del os.environ["ACCELERATE_DYNAMO_MODE"]
-    prepare_launch(zero, dp and not several)
-    strategy = "fsdp" if fsdp else "ddp" if several else "dp" if dp else "baseline"
-
-    timeout = timedelta(seconds=args.collective_timeout)  # and below, of DeepSpeed's groups
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    backend = "gloo" if cpu and (fsdp or zero) else None  # cpu=True would not shard
-    state = PartialState(cpu and not backend, backend=backend, timeout=timeout)
-    if cpu and fsdp:  # accelerate (1.15) wants GPUs for FSDP
-        state.distributed_type = utils.DistributedType.MULTI_GPU
-    accelerator = Accelerator(
-        # Gradients lie in the buckets of the all-reduce.
-        kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # A loader's batch is that of all ranks; rank r takes the r-th part.
-        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        log_with="tensorboard" if args.with_tracking else None,
-        project_dir=args.output_dir,
-        rng_types=[],
-    )  # each rank knows the order
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        fail("each process would train alone: use accelerate launch with a YAML")
-
-    state = accelerator.state
-    # With False, the launcher's word, each width is compiled anew, and after 8 none is.
-    state.dynamo_plugin.dynamic = state.dynamo_plugin.dynamic or None
-    if cpu and fsdp:
-        state.fsdp_plugin.cpu_offload.pin_memory = False  # needs a GPU
-    if zero:
-        config = state.deepspeed_plugin.deepspeed_config
-        if args.max_grad_norm:  # DeepSpeed clips by a setting of its own
-            config["gradient_clipping"] = args.max_grad_norm
-            config["zero_optimization"].pop("compute_grad_norm", None)
-        strategy = f"zero{config['zero_optimization']['stage']}"
-    return accelerator, strategy
-
-
-class Run:
-    """How far a run is, its clock, its record."""
-
-    def __init__(self, accelerator, strategy, args, memory_before, workload, record):
-        self.accelerator, self.args, self.memory_before = accelerator, args, memory_before
-        gpus = max(1, torch.cuda.device_count()) if strategy == "dp" else 1  # of this process
-        self.devices = accelerator.num_processes * gpus
-        self.batch_size = args.per_device_train_batch_size * self.devices  # of all ranks
-        self.global_batch_size = self.batch_size * args.gradient_accumulation_steps
-        self.steps_per_epoch = workload["samples"] // self.global_batch_size
-        if not self.steps_per_epoch:
-            fail(
-                f"the global batch of {self.global_batch_size} is more than all samples: "
-                "lower --per_device_train_batch_size"
-            )
-        self.total_steps = args.max_train_steps or args.num_epochs * self.steps_per_epoch
-        self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
-        self.step, self.loss_history = 0, []  # optimizer steps done; [step, mean loss]
-        self.evaluations, self.best = [], []  # metrics of each epoch; [score, checkpoint]
-        self.losses, self.grad_norm = [], None  # of micro-batches since a sync
-        self.seconds = dict.fromkeys(("startup", "train", "loading", "eval"), 0.0)
-        self.cpu_seconds = self.memory = 0  # of this rank in training; its peak in MB
-
-        self.describe(strategy, workload, record)
-        Run.folder, self.found, state = on_rank_0(lambda: open_folder(self))
-        vars(self).update(state)
-        self.warm_step = self.step + min(WARMUP_STEPS, (self.total_steps - self.step) // 2)
-        self.warm_seconds, self.next_sync = 0, self.step + 1
-        if self.found == "completed":
-            return say(f"{self.folder} is a completed run already: see its run.json")
-        self.write("running")  # for a run that dies
-
-    def describe(self, strategy, workload, record):
-        """Begin the record, and note what a resumed run must have again."""
-        args, state, options = self.args, self.accelerator.state, {}
-        if zero := strategy.startswith("zero"):
-            options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
-        elif strategy == "fsdp":
-            options = {k[5:].lower(): v for k, v in os.environ.items() if k.startswith("FSDP_")}
-        info = Path("/proc/cpuinfo")  # containers may hide it; ARM's has no model
-        cpu = re.search(r"model name\s*: (.*\S)", info.read_text() if info.is_file() else "")
-        workload |= {
-            "precision": state.mixed_precision,
-            "dynamo": state.dynamo_plugin.backend.value.lower(),
-            "epochs": None if args.max_train_steps else args.num_epochs,
-            "steps": args.max_train_steps,
-            "max_grad_norm": args.max_grad_norm,
-            "seed": args.seed,
-            "dropout": args.dropout,
-            "learning_rate": args.learning_rate,
-        }
-        # Another number of devices may have the same global batch, but not ZeRO's shards.
-        kind = "ddp" if strategy == "baseline" else strategy + f" on {self.devices}" * zero
-        same = {"strategy_options": options, "global_batch_size": self.global_batch_size}
-        self.settings = {"strategy": kind} | same | workload
-        self.record = (
-            record
-            | same
-            | {
-                "script": Path(__file__).name,
-                "strategy": strategy,
-                "workload": workload,
-                "processes": self.accelerator.num_processes,
-                "devices": self.devices,
-                "device_name": torch.cuda.get_device_name()
-                if torch.cuda.is_available()
-                else f"CPU ({cpu[1] if cpu else os.uname().machine})",
-                "threads": torch.get_num_threads(),
-                "per_device_batch_size": args.per_device_train_batch_size,
-                "gradient_accumulation_steps": args.gradient_accumulation_steps,
-                "profiled": args.profile,
-                "argv": sys.argv,
-                "precision": state.mixed_precision,
-                "versions": {
-                    name: getattr(sys.modules.get(name), "__version__", None)
-                    for name in ("torch", "accelerate", "deepspeed", "transformers")
-                },
-                "dynamo": workload["dynamo"],
-                "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-            }
+def abort_if_known(problem: Exception, folder: str):
+    """End the run with one line if memory or a disk is full, or a file is at fault."""
+    text = repr(problem)
+    if re.search("MemoryError|out of memory|allocate memory|bad_alloc|ALLOC_FAILED", text):
+        abort(
+            "out of memory: lower --per_device_train_batch_size, or shard the model by fsdp.yaml; "
+            f"in the project, python fit.py {folder}/run.json tells what held how much"
         )
-
-    def start(self, optimizer):
-        """Resume if need be, say what runs. Returns the context to train in."""
-        accelerator = self.accelerator
-        for shard in getattr(optimizer.optimizer, "fp32_partitioned_groups_flat", ()):
-            shard.data.nan_to_num_()  # ZeRO-3 pads with uninitialized memory
-        if self.found:
-            say(f"resuming from {self.found}")
-            accelerator.load_state(self.found)
-            accelerator.step = 0  # accumulation may have changed
-        if self.args.with_tracking:
-            accelerator.init_trackers(
-                "tensorboard", vars(self.args), {"tensorboard": {"purge_step": self.step + 1}}
-            )
-        say(
-            "{strategy} on {devices} x {device_name}: {parameters:,} parameters, {:,} steps of "
-            "{global_batch_size} samples; results go to {}".format(
-                self.total_steps, self.folder, **self.record
-            )
-        )
-        told = torch.tensor(1, device=accelerator.device)  # no new one under torch.compile
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # heeded at a sync
-            signal.signal(number, lambda *_: setattr(accelerator, "flag_tensor", told))
-        self.seconds["startup"], self.line_at = time.time() - BORN, time.time()
-        # None: only in a terminal
-        self.bar = tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            leave=False,
-            file=sys.stdout,
-            disable=not accelerator.is_main_process or None,
-        )
-        if not self.args.profile:
-            return contextlib.nullcontext()
-        return accelerator.profile(
-            utils.ProfileKwargs(
-                activities=sorted({"cpu", accelerator.device.type}),
-                schedule_option={"wait": 0, "warmup": WARMUP_STEPS + 2, "active": 5, "repeat": 1},
-                output_trace_dir=str(self.folder / "traces"),
-            )
-        )
-
-    def start_clock(self):
-        """Measure training from here to the next sync."""
-        peak_memory()  # forget what start-up, evaluation or saving needed
-        self.clock, self.cpu_clock = time.perf_counter(), time.process_time()
-
-    def end_step(self):
-        """Count an optimizer step. Returns whether it is time for a sync."""
-        self.step += 1
-        if self.profiler:
-            self.profiler.step()
-        self.saving = 0 in (
-            self.step % (self.args.checkpointing_steps or self.total_steps),
-            self.step % self.steps_per_epoch,
-            self.step - self.total_steps,
-        )
-        return self.saving or self.step == self.next_sync
-
-    def sync(self, learning_rate):
-        """Read and show the losses. Returns whether any rank was told to stop."""
-        losses = torch.stack(self.losses).view(-1, self.args.gradient_accumulation_steps)
-        losses, self.losses = losses.mean(1).tolist(), []  # waits for the device
-        own = losses + [time.perf_counter() - self.clock]
-        own = torch.tensor(own, device=self.accelerator.device)
-        *losses, seconds = self.accelerator.reduce(own, "mean").tolist()  # the same on all ranks
-        self.seconds["train"] += seconds
-        self.cpu_seconds += time.process_time() - self.cpu_clock
-        self.memory = max(self.memory, peak_memory())
-        if self.step == self.warm_step:
-            self.warm_seconds = self.seconds["train"]
-        for step, loss in enumerate(losses, len(self.loss_history) + 1):
-            if not math.isfinite(loss):
-                self.fail(f"the training loss of step {step} is {loss}")
-            self.loss_history.append([step, loss])
-
-        pace, left = len(losses) / seconds, self.warm_step - self.step
-        often = min(int(pace * SYNC_SECONDS), left if left > 0 else SYNC_STEPS)
-        self.next_sync = self.step + max(1, often)
-        rate = pace * self.global_batch_size
-        values = {"loss": loss, "learning_rate": learning_rate, "samples_per_second": rate}
-        if (norm := self.grad_norm) is not None:  # FSDP's is in parts
-            values["grad_norm"] = float(getattr(norm, "full_tensor", lambda: norm)())
-        self.accelerator.log(values, self.step)
-        text = f"loss {loss:.4f}  {rate:,.0f} samples/s"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(self.step - self.bar.n)
-        if self.bar.disable and time.time() - self.line_at > SYNC_SECONDS:
-            say(f"step {self.step}/{self.total_steps}  {text}")
-            self.line_at = time.time()
-        stop = self.accelerator.check_trigger()
-        self.start_clock()
-        return stop
-
-    def add_evaluation(self, metrics, score, text):
-        """Note the metrics of an epoch. The best checkpoint scores highest."""
-        self.seconds["eval"] += time.perf_counter() - self.clock
-        if not math.isfinite(score):
-            self.fail(f"the evaluation after step {self.step} gave {metrics}")
-        self.evaluations.append(metrics)
-        if not self.best or score > self.best[0]:
-            self.best = [score, f"step_{self.step:08d}"]
-            if self.accelerator.is_main_process:
-                (link := self.folder / "checkpoints/best").unlink(missing_ok=True)
-                link.symlink_to(self.best[1])
-        self.accelerator.log(metrics, self.step)
-        say(
-            f"epoch {len(self.evaluations)}/{self.epochs}: {text}, training loss "
-            f"{self.loss_history[-1][1]:.4f}, {self.seconds['train']:.1f} s of training"
-        )
-
-    def fail(self, reason):
-        """End a run that broke down. A collective."""
-        self.write("failed")
-        fail(f"{reason}: not saved; --resume, or start afresh with a lower --learning_rate")
-
-    def write(self, status):
-        """Write run.json, and say how the run ended. A collective."""
-        used, alive = os.times(), time.time() - BORN
-        ranks = utils.gather_object(
-            [
-                {
-                    "rank": self.accelerator.process_index,
-                    "host": os.uname().nodename,
-                    "real": alive,
-                    "user": used.user,
-                    "sys": used.system,
-                    "train_cpu": self.cpu_seconds / torch.get_num_threads(),
-                    "memory_before_mb": self.memory_before,
-                    "peak_memory_mb": self.memory,
-                }
-            ]
-        )
-        samples = (self.step - self.warm_step) * self.global_batch_size
-        steady = self.seconds["train"] - self.warm_seconds
-        self.record |= {
-            "status": status,
-            "resumed_from": self.found,
-            "steps": self.step,
-            "ranks": ranks,
-            "nodes": len({rank["host"] for rank in ranks}),
-            "loss_history": self.loss_history,
-            "seconds": self.seconds | {"total": alive},
-            "samples_per_second": samples / steady if samples > 0 else None,
-            "metrics": self.evaluations[-1] if self.evaluations else None,
-        }
-        if self.accelerator.is_main_process:
-            partial = self.folder / ".run.json"  # a kill leaves one whole
-            partial.write_text(json.dumps(self.record, indent=1) + "\n")
-            partial.replace(self.folder / "run.json")
-        if status != "running":
-            self.bar.close()
-            say(
-                f"{status} at step {self.step:,}: {self.seconds['train']:.1f} s of training, "
-                f"{alive:.1f} s in all; record: {self.folder}/run.json"
-                + "; --resume goes on"
-                * (status != "completed")
-            )
+    of_a_disk = re.search("No space left|PytorchStreamWriter|os error", text)
+    if of_a_disk or (isinstance(problem, OSError) and problem.filename):
+        abort(f"{problem}: mend that, then --resume goes on from the newest checkpoint")
 
 
-def peak_memory():
-    """The most MB that this process held on its (first) GPU, or CPU, since the last call."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak / 1e6
-    [peak, *_] = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
-    with contextlib.suppress(OSError):  # if forbidden, the whole run's peak
-        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
-    return int(peak) * 1024 / 1e6
-
-
-def save_checkpoint(accelerator, optimizer, run):
-    """Save what --resume needs as checkpoints/step_N, a name for complete ones only."""
-    bad = torch.tensor(0, device=accelerator.device)  # the loss was of before the step
-    for weight, state in optimizer.state.items():
-        for part in filter(torch.is_tensor, (weight, *state.values())):
-            bad += not getattr(part, "_local_tensor", part).isfinite().all()  # FSDP's: DTensors
-    if accelerator.reduce(bad).item():
-        run.fail(f"weights or Adam's states are not finite after step {run.step}")
-
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    partial = final.with_suffix(".partial")
-    on_rank_0(lambda: [shutil.rmtree(p, True) for p in final.parent.glob(CHECKPOINT + ".partial")])
-    accelerator.save_state(partial)
-    accelerator.wait_for_everyone()  # all may write one file, as fp16's scaler.pt
-    sums = []  # of this rank's files, by name: a disk may show others' late
-    for path in filter(Path.is_file, partial.rglob("*")):
-        rank = re.search(r"(?:^__|rank_|states_)(\d+)|$", path.name)[1]
-        if int(rank or 0) == accelerator.process_index:
-            sums.append([str(path.relative_to(partial)), checksum(path)])
-    sums = dict(utils.gather_object(sums))
-    if accelerator.is_main_process:
-        names = "step", "loss_history", "evaluations", "best"
-        text = json.dumps([run.settings, {name: getattr(run, name) for name in names}, sums])
-        (partial / "checkpoint.json").write_text(f"{text}\n{zlib.crc32(text.encode())}")
-        partial.rename(final)
-        for old in sorted(final.parent.glob(CHECKPOINT))[:-2]:  # one more, if that is damaged
-            if old.name not in run.best:  # renamed first: a kill leaves no half
-                shutil.rmtree(old.rename(old.with_suffix(".partial")))
-    accelerator.wait_for_everyone()
-    run.start_clock()
-
-
-def checksum(path):
-    """The CRC-32 of a file, which is then safe on disk."""
-    value = 0
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        while piece := file.read(2**20):
-            value = zlib.crc32(piece, value)
-    return value
-
-
-def open_folder(run):
-    """The run's folder; its checkpoint to go on from, "completed" or None; the state of that."""
-    folder, damaged = Path(run.args.output_dir), []
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    record, saved = folder / "run.json", sorted((folder / "checkpoints").glob(CHECKPOINT))
-    if (record.exists() or saved) and not run.args.resume:
-        fail(f"{folder} holds another run: add --resume, or change --output_dir")
-    done = record.exists() and b'"status": "completed"' in record.read_bytes()
-
-    for path in reversed(saved):
-        try:
-            text, value = (path / "checkpoint.json").read_bytes().splitlines()
-            if text[:1] == b"{":
-                fail(f"{path} is an earlier version's: go on with that, or change --output_dir")
-            old, state, sums = json.loads(text)
-            if zlib.crc32(text) != int(value) or sums != {
-                name: checksum(path / name) for name in sums
-            }:
-                raise ValueError("its files have changed")
-        except (OSError, ValueError) as damage:
-            say(f"warning: skipping the damaged checkpoint {path}: {damage}")
-            damaged.append(path)
-            continue
-        if changes := [
-            f"{name} {old.get(name)} -> {value}"
-            for name, value in run.settings.items()
-            if old.get(name) != value
-        ]:
-            fail(f"cannot resume a run with other settings: {', '.join(changes)}")
-        for broken in damaged:
-            broken.rename(broken.with_suffix(".damaged"))
-        return folder, "completed" if done else str(path), state
-    if damaged and not done:
-        fail(f"no checkpoint in {folder} is whole: start afresh in another --output_dir")
-    return folder, "completed" if done else None, {}
+def cli():
+    """The script as a command: a run of the flags that it was started with."""
+    args = parse_args()
+    try:
+        main(args)
+    except Exception as problem:
+        abort_if_known(problem, args.output_dir)
+        raise
+    if not torch.cuda.is_available():
+        # In an orderly end gloo may hang or abort: until pytorch#56297 and #190489 are closed.
+        os._exit(0)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RuntimeError, MemoryError) as problem:
-        if not re.search("MemoryError|out of memory|allocate memory|bad_alloc", repr(problem)):
-            raise
-        fail(f"out of memory: python fit.py {Run.folder}/run.json tells what held how much")
-    if not torch.cuda.is_available():
-        os._exit(0)  # gloo may hang or abort (pytorch#56297, #190489)
-    PartialState().destroy_process_group()
+    cli()

@@ -52,6 +52,10 @@ class Result:
     def weights(self):
         return load_file(self.folder / "model.safetensors")
 
+    @property
+    def best(self):
+        return load_file(self.folder / "best" / "model.safetensors")
+
     def error_line(self):
         """The one line in which the script says what is wrong; all else is the launcher's."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
@@ -104,15 +108,16 @@ def run_forked(words, argv, folder, env, timeout):
 def launch(
     strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240
 ):
-    """`accelerate launch` a script under a strategy's YAML into `folder`; `ok` says whether it has
-    to exit with 0.
+    """`accelerate launch` a script under a strategy's YAML, or under the YAML of a path, into
+    `folder`; `ok` says whether it has to exit with 0.
 
     The ranks are forked (see warm.py), unless `env` has what a library reads when it is imported.
     With a SPY_ variable in `env`, tests/spy.py runs the script.
     """
     if any(name.startswith("SPY_") for name in env or {}):
         script, env = "tests/spy.py", env | {"SPY_SCRIPT": Path(script).stem}
-    words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    yaml = strategy if isinstance(strategy, Path) else f"accelerate_configs/{strategy}.yaml"
+    words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += ["--num_processes", str(processes)] if processes else []
     words += launcher
     argv = [str(script), "--output_dir", *map(str, [folder, *flags])]

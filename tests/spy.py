@@ -35,7 +35,6 @@ import re
 import resource
 import signal
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -49,10 +48,8 @@ sys.path.insert(0, str(ROOT))
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
-DATA, EVALUATE = (
-    ("Images", "evaluate") if hasattr(script, "Images") else ("Features", "evaluate_epoch")
-)
-COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints, steps
+DATA = "Images" if hasattr(script, "Images") else "Features"
+COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints, steps, syncs
 FETCHED = collections.deque()
 STARTED = time.time()  # tells this process from the one of an earlier job
 
@@ -123,13 +120,13 @@ def cross_entropy(original, *args, **options):
     return spoil(original(*args, **options), "loss")
 
 
-@instead("Accelerator.check_trigger", "EVAL")
-def check_trigger(original, self):
+@instead("StopSignal.agreed", "EVAL")
+def agreed(original, self, accelerator):
     if not torch.is_grad_enabled():  # in an evaluation
         obey("EVAL", COUNTS["evaluated"])
         COUNTS["evaluated"] += 1
         assert COUNTS["evaluated"] <= int(ORDERS["EVAL"].split()[2]) + 3, "the evaluation goes on"
-    return original(self)
+    return original(self, accelerator)
 
 
 @instead("Path.write_text", "SAVE")
@@ -147,7 +144,7 @@ def tokenize(original, *args, **options):
     return original(*args, **options)
 
 
-@instead(EVALUATE, "MEMORY")
+@instead("evaluate", "MEMORY")
 def evaluate(original, *args):
     besides = torch.ones(int(ORDERS["MEMORY"]) * 250_000)
     return original(*args) if besides.all() else None
@@ -206,25 +203,36 @@ class Calls(TorchDispatchMode):
 CALLS, SENT = Calls(), []
 
 
-@instead("Run.end_step", "WIRE", "CALLS", "STEPS", "SYNC")
-def end_step(original, run):
-    meeting = original(run)
-    if "WIRE" in ORDERS and run.step in (2, 12):
+@instead("Run.sync", "SYNC")
+def sync(original, run, *args):
+    COUNTS["syncs"] += 1
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+    original(run, *args)
+
+
+@instead("Run.after_batch", "WIRE", "CALLS", "STEPS", "SYNC")
+def after_batch(original, run, *args):
+    before, syncs = run.progress.step, COUNTS["syncs"]
+    original(run, *args)
+    step = run.progress.step
+    if step == before:
+        return  # The step has more micro-batches.
+    if "WIRE" in ORDERS and step in (2, 12):
         [line] = [line for line in open("/proc/net/dev") if "eth0:" in line]
         SENT.append(int(line.split()[9]))
         note("WIRE", "wire", SENT)
-    if "CALLS" in ORDERS and run.step == 2:
+    if "CALLS" in ORDERS and step == 2:
         CALLS.__enter__()
-    if "CALLS" in ORDERS and run.step == 12:
+    if "CALLS" in ORDERS and step == 12:
         CALLS.__exit__(None, None, None)
         note("CALLS", "calls", CALLS.calls)
     if "STEPS" in ORDERS and RANK == 0:
         with open(ORDERS["STEPS"], "a") as file:
-            file.write(f"{time.time():.2f} {run.step} {STARTED}\n")
+            file.write(f"{time.time():.2f} {step} {STARTED}\n")
         time.sleep(float(ORDERS.get("PAUSE", 0)))
-    if "SYNC" in ORDERS and torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default" if meeting else "error")
-    return meeting
+    if "SYNC" in ORDERS and torch.cuda.is_available() and COUNTS["syncs"] == syncs:
+        torch.cuda.set_sync_debug_mode("error")
 
 
 @instead("Accelerator.prepare", "BYTES")
@@ -286,6 +294,4 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms("UNSET" in ORDERS, warn_only=True)  # so torch.empty is NaN
     if "SHAPES" in ORDERS:
         importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
-    text = Path(script.__file__).read_text()  # it ends as the script does
-    block = text[text.index('if __name__ == "__main__":') :].split("\n", 1)[1]
-    exec(compile(textwrap.dedent(block), script.__file__, "exec"), vars(script))
+    script.cli()

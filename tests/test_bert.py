@@ -22,6 +22,7 @@ from test_mnist_resume import (
     killed_at_its_end,
     step_of,
 )
+from transformers import AutoTokenizer, BertForQuestionAnswering
 
 from planning import memory
 
@@ -174,12 +175,19 @@ def test_the_record_is_complete(runs):
         assert event.value == pytest.approx(1e-3 * (1 - (event.step - 1) / STEPS), rel=1e-5)
 
 
-def test_the_best_by_validation_loss_is_kept(runs):
-    result = runs("fsdp")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_best_by_validation_loss_is_kept(strategy, runs):
+    """And `from_pretrained` loads it, whole."""
+    result = runs(strategy)
     losses = [float(found) for found in re.findall(r"validation loss ([\d.]+)", result.out)]
-    assert len(losses) == 2
-    best = (13, STEPS)[losses.index(min(losses))]  # the last step of that epoch
-    assert step_of((result.folder / "checkpoints" / "best").resolve()) == best
+    model, loading = BertForQuestionAnswering.from_pretrained(
+        result.folder / "best", output_loading_info=True
+    )
+    assert not any(loading.values()) and AutoTokenizer.from_pretrained(result.folder / "best")
+    last_is_best = losses[1] < losses[0]
+    for name, weight in model.state_dict().items():
+        if name in result.weights and "qa_outputs" in name:
+            assert torch.equal(weight, result.weights[name]) == last_is_best, name
 
 
 # -------- nothing lost

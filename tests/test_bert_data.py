@@ -138,10 +138,12 @@ def test_tokens_are_those_of_the_batches(features, ranks, accumulation):
         global_batch_size=size,
         batch_size=4 * ranks,
         epochs=2,
-        step=steps,
+        progress=script.Progress(steps),
         accelerator=Namespace(num_processes=ranks),
         args=Namespace(seed=5),
-        seconds={"train": 2.0},
+        clock=Namespace(seconds={"train": 2.5}),
+        warm_step=first,
+        warm_seconds=0.5,
     )
     sampler, masks = script.EpochSampler(features.lengths, size, 5), []
     for epoch in (0, 1):
@@ -153,7 +155,7 @@ def test_tokens_are_those_of_the_batches(features, ranks, accumulation):
         ]
     masks = masks[: steps * parts]
     tokens, places = [mask.sum().item() for mask in masks], sum(mask.numel() for mask in masks)
-    assert script.describe_tokens(features, run, first) == {
+    assert script.describe_tokens(features, run) == {
         "tokens": sum(tokens),
         "padding_share": round(1 - sum(tokens) / places, 4),
         "tokens_per_second": sum(tokens[first * parts :]) / 2,
@@ -174,7 +176,8 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
     again, new = load(tokenizer=transformers.AutoTokenizer.from_pretrained(MODEL))
     assert again.key == first.key and not new
     assert again.table["input_ids"][:] == first.table["input_ids"][:]
-    assert torch.equal(again.start, first.start) and torch.equal(again.end, first.end)
+    for name in ("start", "end"):
+        assert torch.equal(again.columns[name], first.columns[name])
     others = [
         load(options(max_seq_length=80)),
         load(options(doc_stride=16)),
@@ -192,7 +195,7 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
         file.write_text(json.dumps(nested(text=answer, start=start)))
         changed, new = load(questions=script.read_questions(options(train_file=file), "train"))
         [begins], [stops] = changed.table["begins"], changed.table["stops"]
-        span = slice(begins[changed.start[0]], stops[changed.end[0]])
+        span = slice(begins[changed.columns["start"][0]], stops[changed.columns["end"][0]])
         assert new and changed.questions[0]["context"][span] == answer, "a changed file"
 
     [file] = cache.glob(f"{first.key}*")
@@ -206,7 +209,8 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
     ):
         file.write_bytes(damaged)
         features, new = load()
-        assert new and torch.equal(features.start, first.start) and file.read_bytes() == whole
+        assert new and file.read_bytes() == whole
+        assert torch.equal(features.columns["start"], first.columns["start"])
 
 
 # -------- batches, scores
@@ -267,18 +271,14 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
 )
 def test_scores_follow_the_official_rules(prediction, references, v1, v2):
     """By v1.1, and by v2.0. Another question has a wrong answer: scores are means."""
-    texts, given = (references, ["red"]), (prediction, "blue")
-    for config, expected in (("squad", v1), ("squad_v2", v2)):
+    questions = [
+        {"id": "asked", "answers": {"text": references}},
+        {"id": "other", "answers": {"text": ["red"]}},
+    ]
+    for version_2, expected in ((False, v1), (True, v2)):
         if expected:
-            scores = script.SquadMetric(config, keep_in_memory=True).compute(
-                predictions=[
-                    {"id": str(i), "prediction_text": text} for i, text in enumerate(given)
-                ],
-                references=[
-                    {"id": str(i), "answers": {"text": right, "answer_start": [0] * len(right)}}
-                    for i, right in enumerate(texts)
-                ],
-            )
+            answers = {"other": "blue", "asked": prediction}
+            scores = script.score_answers(answers, questions, version_2)
             assert 2 * scores["exact_match"] == expected[0]
             assert 2 * scores["f1"] == pytest.approx(expected[1])
 
@@ -299,7 +299,7 @@ def refused(monkeypatch, tmp_path, *flags):
     words = [str(PLACES.get(word, word)) for word in flags]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *words])
     with pytest.raises(SystemExit) as exit:
-        script.main()
+        script.main(script.parse_args())
     assert str(exit.value).startswith("error: ") and "\n" not in str(exit.value)
     assert not list(folder.iterdir()), "a refused run leaves nothing behind"
     return str(exit.value)
@@ -466,18 +466,3 @@ def test_help_lists_the_flags_of_the_page(script, monkeypatch, capsys):
     assert len(flags) >= 9 and all(re.search(rf"^  {flag}\b", shown, re.M) for flag in flags)
     monkeypatch.setattr(sys, "argv", ["script"])
     assert script.parse_args().collective_timeout == 1800
-
-
-def test_both_scripts_share_their_machinery_word_for_word():
-    """Each script stands alone; what both need is the same text, below `main` to the end. README
-    has the lines.
-    """
-    tails, names = [], []
-    for name, most in (("train_mnist_rnn.py", 650), (SCRIPT, 1040)):
-        text = (ROOT / name).read_text()
-        head, _, tail = text.partition("record, checkpoints: the same in both scripts\n")
-        tails.append(tail)
-        names.append(set(re.findall(r"^(?:def|class) (\w+)", head, re.M)))
-        assert len(text.splitlines()) <= most
-    assert tails[0] == tails[1] and 300 < tails[0].count("\n") <= 400
-    assert names[0] & names[1] == {"parse_args", "train", "make_loaders", "save_model", "main"}

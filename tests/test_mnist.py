@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torchvision
 import warm
 from conftest import ROOT, STRATEGIES, environment, launch
 from safetensors.torch import load_file
@@ -195,7 +196,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path)
 def main_with(monkeypatch, *flags):
     """Run the script's `main` in this process."""
     monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, flags)])
-    script.main()
+    script.main(script.parse_args())
 
 
 def test_a_log_has_a_line_now_and_then(tmp_path, monkeypatch, capsys):
@@ -288,7 +289,7 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypa
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
-        script.prepare_launch(zero=False, dp=True)
+        script.refuse_wrong_launch("dp")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_hang_ends_by_the_collective_timeout(strategy, tmp_path):
 @pytest.fixture
 def tiny_mnist(tmp_path, monkeypatch):
     """A mirror with four tiny IDX files, which the script takes for MNIST's; returns its folder."""
-    mnist, mirror, resources = script.MNIST, tmp_path / "mirror", []
+    mnist, mirror, resources = torchvision.datasets.MNIST, tmp_path / "mirror", []
     mirror.mkdir()
     for name, _ in mnist.resources:
         count, body = 20 if name.startswith("train") else 10, b""

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import zlib
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,13 +59,15 @@ def killed_at_its_end(result, folder):
 
 
 def assert_near(result, reference, rel, atol, leave_out="(?!)"):
-    """The same losses of every step and final weights, but for rounding; prints how near."""
+    """The same losses of every step, and weights of the last epoch and of the best, but for
+    rounding; prints how near.
+    """
     assert result.losses == pytest.approx(reference.losses, rel=rel)
-    assert result.weights.keys() == reference.weights.keys()
     names = [name for name in reference.weights if not re.search(leave_out, name)]
-    for name in names:
-        weight, other = result.weights[name], reference.weights[name]
-        torch.testing.assert_close(weight, other, rtol=1e-3, atol=atol, msg=name)
+    for mine, others in ((result.weights, reference.weights), (result.best, reference.best)):
+        assert mine.keys() == others.keys()
+        for name in names:
+            torch.testing.assert_close(mine[name], others[name], rtol=1e-3, atol=atol, msg=name)
     record, weights = result.record, [result.weights[n] - reference.weights[n] for n in names]
     loss = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
     weight = max(difference.abs().max().item() for difference in weights)
@@ -76,14 +78,15 @@ def assert_near(result, reference, rel, atol, leave_out="(?!)"):
 
 
 def assert_same_end(result, reference):
-    """The same losses of every step, evaluations and final weights, bit for bit."""
+    """The same losses of every step, evaluations, and final and best weights, bit for bit."""
     assert result.record["status"] == "completed"
     assert result.record["loss_history"] == reference.record["loss_history"]
     assert result.record["metrics"] == reference.record["metrics"]
-    weights = reference.weights
-    assert result.weights.keys() == weights.keys()
-    for name, weight in result.weights.items():
-        assert torch.equal(weight, weights[name]), name
+    for mine, others in ((result.weights, reference.weights), (result.best, reference.best)):
+        assert mine.keys() == others.keys()
+        for name, weight in mine.items():
+            assert torch.equal(weight, others[name]), name
+    assert not list(result.folder.glob("best.*")), "what a kill left is gone"
 
 
 def step_of(path):
@@ -158,23 +161,26 @@ def test_a_run_killed_in_its_evaluation_evaluates_again(undisturbed, tmp_path):
 
 def fake_run(folder, step=0, settings=None):
     """As much of a Run as a checkpoint needs."""
-    state = {"step": step, "loss_history": [], "evaluations": [], "best": [0.5, "step_00000001"]}
-    args = SimpleNamespace(output_dir=str(folder), resume=True)
     return SimpleNamespace(
         folder=folder,
-        args=args,
+        args=SimpleNamespace(resume=True),
         settings=settings or {"seed": 0},
-        start_clock=lambda: None,
-        **state,
+        progress=script.Progress(step),
     )
 
 
 @pytest.fixture
-def save(monkeypatch):
+def save():
     """Saves the checkpoint of a fake run, of one small file."""
     accelerator = script.Accelerator(cpu=True)
     accelerator.save_state = lambda folder: (folder.mkdir(), (folder / "weights").write_text("ww"))
-    return partial(script.save_checkpoint, accelerator, SimpleNamespace(state={}))
+
+    def save(run):
+        run.accelerator = accelerator
+        script.save_checkpoint(run)
+
+    save.accelerator = accelerator
+    return save
 
 
 def breaking(last, calls, name, original):
@@ -216,18 +222,45 @@ def test_kill_at_any_call_of_the_file_system_leaves_whole_checkpoints(save, tmp_
                 patch.setattr(owner, name, breaking(last, calls, name, getattr(owner, name)))
             save(fake_run(folder, 4))
         for again in (False, True):
-            _, path, state = script.open_folder(fake_run(folder))
-            assert state["step"] >= 3 + again and path.endswith(f"step_{state['step']:08d}")
-            assert (folder / "checkpoints" / "step_00000001").exists(), "the best is kept"
+            _, path, progress = script.open_folder(fake_run(folder))
+            assert progress["step"] >= 3 + again and path.endswith(f"step_{progress['step']:08d}")
             assert not capsys.readouterr().out, "what has a checkpoint's name is whole"
-            save(fake_run(folder, state["step"] + 1))
+            save(fake_run(folder, progress["step"] + 1))
         if len(calls) < last:
             break
     assert 5 < len(calls) < last, "not every call was tried"
 
 
+def write_best(folder, text):
+    with script.replacing(folder) as new:
+        (new / "config").write_text(text)
+        (new / "weights").write_text(text)
+
+
+def test_kill_at_any_call_of_the_file_system_leaves_a_whole_best_model(tmp_path):
+    """That of before or the new one: in best/, or else in best.old/. Then the run goes on; also
+    where an earlier kill had left best.old/ alone.
+    """
+    for name, last in product(("best", "best.old"), range(1, 12)):
+        folder, calls = tmp_path / f"{name}-{last}" / "best", []
+        folder.parent.mkdir()
+        write_best(folder, "before")
+        folder.rename(folder.with_name(name))
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for owner, call in CALLS:
+                patch.setattr(owner, call, breaking(last, calls, call, getattr(owner, call)))
+            write_best(folder, "new model")
+        [place, *_] = filter(Path.exists, (folder, folder.with_suffix(".old")))
+        left = {path.name: path.read_text() for path in place.iterdir()}
+        assert left in [dict.fromkeys(left, text) for text in ("before", "new model")], calls
+        assert len(left) == 2, calls
+        write_best(folder, "next")
+        assert [path.name for path in folder.parent.iterdir()] == ["best"]
+    assert 5 < len(calls) < last, "not every call was tried"
+
+
 def test_only_step_and_eight_digits_are_the_scripts_own(save, tmp_path, capsys):
-    """A copy that a user made is neither resumed nor pruned. The two newest and the best stay."""
+    """A copy that a user made is neither resumed nor pruned. The two newest stay."""
     folder = tmp_path / "checkpoints"
     mine = [folder / name for name in ("step_00000001-copy1", "step_9", "step_99999999.old")]
     for path in mine:
@@ -237,14 +270,17 @@ def test_only_step_and_eight_digits_are_the_scripts_own(save, tmp_path, capsys):
     for step in (1, 2, 3, 4, 5):
         save(fake_run(tmp_path, step))
     assert script.open_folder(fake_run(tmp_path))[1] == str(folder / "step_00000005")
-    kept = {folder / f"step_{step:08d}" for step in (1, 4, 5)}
+    kept = {folder / f"step_{step:08d}" for step in (4, 5)}
     assert set(folder.iterdir()) == {*mine, *kept} and not capsys.readouterr().out
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_untouched(tmp_path):
+@pytest.mark.parametrize(
+    "content", [{"settings": {}, "state": {"step": 7}, "files": {}}, [{}, {"step": 7}, {}]]
+)
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_untouched(content, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000007"
     folder.mkdir(parents=True)
-    text = json.dumps({"settings": {"seed": 0}, "state": {"step": 7}, "files": {}})
+    text = json.dumps(content)
     (folder / "checkpoint.json").write_text(f"{text}\n{zlib.crc32(text.encode())}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit, match="^error: .*step_00000007 is an earlier version's: "):
@@ -254,7 +290,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_untouched(tmp_path):
 
 def test_files_are_summed_when_all_ranks_have_written_theirs(save, tmp_path, monkeypatch):
     """Several may write one file, as that of fp16's scaler."""
-    events, [accelerator, _] = [], save.args
+    events, accelerator = [], save.accelerator
     (tmp_path / "checkpoints").mkdir()
     write = accelerator.save_state
     accelerator.save_state = lambda folder: (events.append("save"), write(folder))
@@ -290,9 +326,9 @@ def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(
     """Every file of the newest checkpoint in turn."""
     checkpoints = undisturbed(strategy).folder / "checkpoints"
     *_, before, newest = sorted(checkpoints.glob("step_*"))
-    written = json.loads((newest / "checkpoint.json").read_text().splitlines()[0])
+    written = json.loads((newest / "checkpoint.json").read_text())
     names = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
-    settings, _, sums = written
+    settings, sums = written["settings"], written["files"]
     assert set(sums) == names - {"checkpoint.json"} and len(names) >= 5
 
     def flip(path):
@@ -305,8 +341,8 @@ def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(
         for path in (newest, before):
             shutil.copytree(path, folder / "checkpoints" / path.name)
         damage(folder / "checkpoints" / newest.name / name)
-        _, path, state = script.open_folder(fake_run(folder, settings=settings))
-        assert Path(path).name == before.name and step_of(path) == state["step"]
+        _, path, progress = script.open_folder(fake_run(folder, settings=settings))
+        assert Path(path).name == before.name and step_of(path) == progress["step"]
         assert capsys.readouterr().out.count("warning: skipping the damaged checkpoint") == 1
     flip(folder / "checkpoints" / before.name / name)
     with pytest.raises(SystemExit, match="error: no checkpoint in .* is whole: start afresh"):
@@ -320,7 +356,7 @@ def test_a_disk_that_shows_late_what_others_wrote(strategy, undisturbed, tmp_pat
     assert_same_end(result, undisturbed(strategy))
     checkpoint = tmp_path / "checkpoints" / "step_00000044"
     names = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-    sums = json.loads((checkpoint / "checkpoint.json").read_text().splitlines()[0])[2]
+    sums = json.loads((checkpoint / "checkpoint.json").read_text())["files"]
     assert set(sums) == names - {"checkpoint.json"} and "random_states_1.pkl" in sums
 
 
@@ -453,7 +489,7 @@ def test_one_bad_number_on_one_rank_ends_all_before_it_is_saved(strategy, undist
     again = spied(strategy, tmp_path, "--resume", ok=False, **gradients)
     assert_failed(again, "weights or Adam's states are not finite after step 35")
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"best", "step_00000022", "step_00000028"}
+    assert names == {"step_00000022", "step_00000028"}
     resumed = spied(strategy, tmp_path, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 28
     assert_same_end(resumed, undisturbed(strategy))
@@ -464,6 +500,6 @@ def test_an_evaluation_without_a_number_is_no_best_one(tmp_path, monkeypatch):
     flags = ["--dataset", "digits", "--num_epochs", "1", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
     with pytest.raises(SystemExit, match="error: the evaluation after step 22 gave .*nan"):
-        script.main()
+        script.main(script.parse_args())
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
-    assert not (tmp_path / "checkpoints" / "best").exists()
+    assert not (tmp_path / "best").exists()

@@ -7,7 +7,6 @@ import datasets
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
-import evaluate
 import psutil
 import sklearn.datasets
 import sklearn.model_selection

@@ -1,0 +1,120 @@
+"""Other people's YAMLs, as `accelerate config` writes them: each key that changes the numbers is
+honoured and recorded, and what cannot work is one line.
+"""
+
+import json
+from itertools import count
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+from conftest import launch
+
+SCRIPT = "train_mnist_rnn.py"
+FLAGS = ["--dataset", "digits", "--num_epochs", 2, "--dropout", 0]
+FSDP = {  # accelerate's default answers, as its questions put them
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_offload_params": False,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+FSDP_1 = FSDP | {"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}
+FSDP_2 = FSDP | {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_cpu_ram_efficient_loading": False,
+}
+NORM = 0.05  # Most gradients of the LSTM are longer.
+JSON = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": NORM,
+    "zero_optimization": {"stage": 1},
+}
+NUMBERS = count()
+
+
+def zero(stage, **more):
+    """The settings of ZeRO without a JSON, with accelerate's default answers."""
+    config = {"zero_stage": stage, "gradient_accumulation_steps": 1, "zero3_init_flag": False}
+    return {"deepspeed_config": config | more}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a YAML of these settings, as accelerate does, and returns its path."""
+
+    def write(kind, **settings):
+        config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "debug": False}
+        config |= {"mixed_precision": "no", "use_cpu": False, "num_processes": 2} | settings
+        path = tmp_path / f"{next(NUMBERS)}.yaml"
+        ClusterConfig(**config).to_yaml_file(path)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    """The losses of the baseline, with gradients clipped to this norm."""
+    found = {}
+
+    def losses(norm=None):
+        if norm not in found:
+            flags = [*FLAGS, *(["--max_grad_norm", norm] if norm else [])]
+            batch = ["--per_device_train_batch_size", 128]
+            folder = tmp_path_factory.mktemp("baseline")
+            found[norm] = launch("baseline", SCRIPT, folder, *flags, *batch).losses
+        return found[norm]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    "strategy, clipped, kind, settings",
+    [
+        ("ddp", None, "MULTI_GPU", {}),
+        ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2}),
+        ("zero1", NORM, "DEEPSPEED", zero(1, gradient_clipping=NORM)),
+        ("zero2", None, "DEEPSPEED", zero(2)),
+        ("zero3", NORM, "DEEPSPEED", zero(3, gradient_clipping=NORM)),
+        ("zero1", NORM, "DEEPSPEED", {"deepspeed_config": {"zero3_init_flag": False}}),
+    ],
+)
+def test_what_a_yaml_changes_is_honoured_and_recorded(
+    strategy, clipped, kind, settings, written, baseline, tmp_path
+):
+    if settings.get("deepspeed_config") == {"zero3_init_flag": False}:  # the rest is in a JSON
+        (tmp_path / "own.json").write_text(json.dumps(JSON))
+        settings["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "own.json")
+        settings |= {"mixed_precision": None}
+    run = launch(written(kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
+    record = run.record
+    assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
+    assert run.losses == pytest.approx(baseline(clipped), rel=2e-5)
+    if clipped:
+        assert run.losses != pytest.approx(baseline(), rel=1e-4), "clipping changes the losses"
+
+
+RAM = FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}
+ACCUMULATE = ["--gradient_accumulation_steps", "4"]
+
+
+@pytest.mark.parametrize(
+    "kind, settings, launcher, flags, sentence",
+    [
+        ("MULTI_CPU", {"use_cpu": True}, [], [], "each would train alone"),
+        ("MULTI_GPU", {}, ["--cpu"], [], "each would train alone"),
+        ("NO", {}, [], [], "each would train alone"),
+        ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version: 2"),
+        ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
+        ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
+        ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
+    ],
+)
+def test_what_would_be_another_run_is_refused_and_leaves_nothing(
+    kind, settings, launcher, flags, sentence, written, tmp_path
+):
+    folder = tmp_path / "run"
+    yaml = written(kind, **settings)
+    run = launch(yaml, SCRIPT, folder, *FLAGS, *flags, launcher=launcher, ok=False)
+    assert sentence in run.error_line()
+    assert not folder.exists()
