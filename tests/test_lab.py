@@ -6,12 +6,9 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
 import threading
-from pathlib import Path
 
 import pytest
 import warm
@@ -25,13 +22,9 @@ SMALLER = {  # sizes of the text, and those of the test
     "hidden_size=384, num_hidden_layers=6": "hidden_size=96, num_hidden_layers=2",
     "intermediate_size=1536": "intermediate_size=192",
     "--max_train_steps 8": "--max_train_steps 3",
+    "--num_epochs 12": "--num_epochs 1",
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
 }
-# What torch.compile needs, as exercise 6 says; some systems pack Python's headers separately.
-COMPILER = (
-    shutil.which(os.environ.get("CXX", "g++"))
-    and Path(sysconfig.get_path("include"), "Python.h").exists()
-)
 SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run types
 FORKED = 6  # up to this exercise ranks are forked (see warm.py); the rest is about launchers
 ACCELERATE = """#!/bin/bash
@@ -134,17 +127,13 @@ def exercise(shell):
                     for line in commands.splitlines()
                     if line not in SET_UP and "sbatch sbatch/" not in line
                 ]
-                if "inductor" in commands and not COMPILER:
-                    lines, pasted = [line for line in lines if "compiled" not in line], ""
                 printed = shell([*settings, *lines], forked=now <= FORKED)
-                run.printed += printed
                 if any(line.strip() for line in lines):
                     check_kind(pasted, printed)
                 settings.extend(line for line in lines if re.match(r"(export )?[A-Z_]+=", line))
             done.add(now)
         return shell.folder
 
-    run.printed = ""
     return run
 
 
@@ -158,8 +147,6 @@ def compare(folder, *runs):
 @pytest.mark.parametrize("number", range(1, 9))
 def test_exercise(exercise, number):
     exercise(number)
-    if number == 6 and not COMPILER:
-        pytest.skip("no C++ compiler, or no Python.h: the rest ran, without torch.compile")
 
 
 def test_what_the_answers_claim(exercise):
@@ -176,27 +163,11 @@ def test_what_the_answers_claim(exercise):
         ("shard-ddp shard-fsdp", 0, 1e-4),
     ]:
         assert low <= compare(folder, *runs.split()) <= high, runs
-    waits = re.findall(r"waits for (\d+)%", exercise.printed)
-    none, _, two = map(int, waits)
-    assert none > 50 > 2 * two
     peaks = {}
     for name in ("ddp", "zero2", "zero3", "fsdp"):
         record = json.loads((folder / f"runs/lab/shard-{name}/run.json").read_text())
         peaks[name] = record["strategy_options"].get("stage3_max_live_parameters")
     assert peaks["zero3"] == 1_000_000, "the page's copy of the settings was not used"
-
-
-def test_slurm_jobs(exercise, cluster, tmp_path):
-    """The job on a two-node Slurm; its losses are those of one machine. The line before it, with
-    sbatch/check.sh, is for test_sbatch.py.
-    """
-    [(commands, pasted)] = [block for block in blocks(7) if "sbatch sbatch/" in block[0]]
-    folder, (_, command) = exercise(2), commands.splitlines()
-    words = [f"--output={tmp_path}/log", *shlex.split(command)[1:]]
-    job = cluster.submit(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
-    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
-    check_kind(pasted, (tmp_path / "log").read_text())
-    assert compare(folder, "ddp", "two-nodes") < 1e-5
 
 
 def test_the_batch_sweep_of_before_you_scale(shell):
