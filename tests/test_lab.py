@@ -68,6 +68,8 @@ def shell(tmp_path_factory):
     for name in (
         "accelerate_configs",
         "docs",
+        "dry_run.py",
+        "planning",
         "sbatch",
         "tests",
         "report.py",
@@ -168,6 +170,17 @@ def test_what_the_answers_claim(exercise):
         record = json.loads((folder / f"runs/lab/shard-{name}/run.json").read_text())
         peaks[name] = record["strategy_options"].get("stage3_max_live_parameters")
     assert peaks["zero3"] == 1_000_000, "the page's copy of the settings was not used"
+
+
+def test_512_devices(shell):
+    """Exercise 14 with smaller layers, but as many of them: FSDP's calls are those of the page."""
+    [(commands, pasted)] = blocks_of((ROOT / "docs" / "lab" / "14-scale.md").read_text())
+    for long, short in SMALLER.items():
+        commands = commands.replace(long, short)
+    printed = shell(commands.splitlines(), forked=False)
+    check_kind(pasted, printed)
+    for kind_of, calls in (("all_gather", 27), ("reduce_scatter", 14)):
+        assert re.search(rf"\| {kind_of} +\| +512 \| +1 \| +{calls} \|", printed), printed
 
 
 def test_the_batch_sweep_of_before_you_scale(shell):
