@@ -224,7 +224,7 @@ def start(command, folder):
     argv = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     log = folder / "log"
     log.write_text("")
-    code = warm.run_ranks(WORDS, argv, environment({}), folder, log, log, 60)
+    code = warm.run_ranks(WORDS, argv, environment({}), folder, log, log, 200)
     return code, log.read_text()
 
 
