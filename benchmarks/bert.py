@@ -59,7 +59,7 @@ def make_trainer(args, **settings):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config, tokenizer, features, _ = load_inputs(args)
-    columns = (getattr(features, name).tolist() for name in ("first", "start", "end"))
+    columns = (features.columns[name].tolist() for name in ("first", "start", "end"))
     rows = [
         {
             "input_ids": ids,
@@ -166,12 +166,12 @@ def answers_at_once(logits, features):
     for start in range(0, len(logits), 32):
         part = slice(start, start + 32)
         score, first, last = script.best_spans(
-            logits[part], features.first[part], features.lengths[part] - 2, 30
+            logits[part], features.columns["first"][part], features.lengths[part] - 2, 30
         )
         parts.append(torch.stack([score * 0, logits[part, 0].sum(1), score, first, last], 1))
     rows = torch.cat(parts)
     scores = torch.full((len(features.questions),), -torch.inf)
-    scores = scores.scatter_reduce(0, features.owner, rows[:, 2], "amax")
+    scores = scores.scatter_reduce(0, features.columns["owner"], rows[:, 2], "amax")
     return script.choose_answers(rows, features, False), scores.tolist()
 
 
@@ -228,7 +228,7 @@ def compare_answers(model_folder, args):
 
     _, _, _, few = load_inputs(args)
     ids, copies = torch.arange(10_000) % len(few), torch.arange(10_000) // len(few)
-    owner = few.owner[ids] + copies * len(few.questions)
+    owner = few.columns["owner"][ids] + copies * len(few.questions)
     questions = [
         question | {"id": f"{question['id']}-{copy}"}
         for copy in range(copies.max() + 1)
@@ -328,7 +328,7 @@ def fill_batches(args, batch):
     features fill all batches, so that an epoch leaves no feature out, on any side.
     """
     _, _, features, _ = load_inputs(args)
-    ends = features.owner.bincount().cumsum(0)  # of the features of each question
+    ends = features.columns["owner"].bincount().cumsum(0)  # of the features of each question
     questions = (ends % batch == 0).nonzero().max().item() + 1
     count = ends[questions - 1].item()
     return questions, count, features.lengths[:count].sum().item()
@@ -420,13 +420,7 @@ def compare_scores(args, train_by_script, trainer):
         trainer("save", 8, args.epoch_questions, "--output", folder)
         _, _, _, features = load_inputs(args)
         answers, _ = answers_at_once(logits_of(folder, features), features)
-        metric = script.SquadMetric("squad", keep_in_memory=True)
-        trainer_f1 = metric.compute(
-            predictions=[{"id": name, "prediction_text": text} for name, text in answers.items()],
-            references=[
-                {key: question[key] for key in ("id", "answers")} for question in features.questions
-            ],
-        )["f1"]
+        trainer_f1 = script.score_answers(answers, features.questions, version_2=False)["f1"]
         f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
         row("an epoch at batch 8: F1 of the script", [f1], "")
         row("... F1 of Trainer", [trainer_f1], "")

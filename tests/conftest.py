@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
 sys.path.insert(0, str(ROOT))
 
-# What `accelerate launch` runs, without the imports of accelerate's other commands.
+# As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 BESIDE = [

@@ -129,12 +129,12 @@ def agreed(original, self, accelerator):
     return original(self, accelerator)
 
 
-@instead("Path.write_text", "SAVE")
-def write_text(original, self, *args, **options):
-    if self.name == "checkpoint.json":
+@instead("write_whole", "SAVE")
+def write_whole(original, path, text):
+    if path.name == "checkpoint.json":
         COUNTS["saved"] += 1
         obey("SAVE", COUNTS["saved"])
-    return original(self, *args, **options)
+    return original(path, text)
 
 
 @instead("tokenize", "TOKENS")
@@ -272,13 +272,7 @@ def bytes_held(model, optimizer):
         count("parameters", getattr(parameter, "ds_tensor", None))
         count("gradients", parameter.grad)
     if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
-        for gradient in itertools.chain(*filter(None, inner.averaged_gradients.values())):
-            count("gradients", gradient)
-        # Of ZeRO-2, and of ZeRO-3.
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-            for part in getattr(inner, name, []):
-                count("master_copy", part)
-                count("gradients", part.grad)
+        count_zeros_parts(inner, count)
         inner = inner.optimizer
     for value in itertools.chain(*(state.values() for state in inner.state.values())):
         count("states", value)
@@ -288,6 +282,16 @@ def bytes_held(model, optimizer):
     if lone and hasattr(model, "reducer"):
         held["gradients"] *= 2
     return held
+
+
+def count_zeros_parts(optimizer, count):
+    for gradient in itertools.chain(*filter(None, optimizer.averaged_gradients.values())):
+        count("gradients", gradient)
+    # Of ZeRO-2, and of ZeRO-3.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        for part in getattr(optimizer, name, []):
+            count("master_copy", part)
+            count("gradients", part.grad)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ bad input; and what both scripts share.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -49,11 +50,11 @@ def tokenizer():
 # -------- questions
 
 
-def nested(text="Rosa", start=0, drop=None, **more):
+def nested(text="Rosa", start=0, drop=None, context="Rosa built a mill.", **more):
     """A file of one question, without the key `drop`."""
     answer = {"text": text, "answer_start": start}
     qa = {"id": "q1", "question": "Who built it?", "answers": [answer]} | more
-    file = {"data": [{"paragraphs": [{"context": "Rosa built a mill.", "qas": [qa]}]}]}
+    file = {"data": [{"paragraphs": [{"context": context, "qas": [qa]}]}]}
     for place in (answer, qa, file):
         place.pop(drop, None)
     return file
@@ -76,6 +77,12 @@ def nested(text="Rosa", start=0, drop=None, **more):
         (nested(drop="id"), " is not in SQuAD's form, at question None: KeyError('id')"),
         (nested(drop="data"), " is not in SQuAD's form, at its top: KeyError('data')"),
         (nested(start="x"), " is not in SQuAD's form, at question q1: ValueError("),
+        (nested(start=math.inf), " is not in SQuAD's form, at question q1: OverflowError("),
+        (nested(text=5), " is not in SQuAD's form, at question q1: AttributeError("),
+        (nested(text=None), " is not in SQuAD's form, at question q1: AttributeError("),
+        (nested(question=None), " is not in SQuAD's form, at question q1: AttributeError("),
+        (nested(context=None), " is not in SQuAD's form, at question q1: AttributeError("),
+        (nested(text="\ud83d"), " is not in SQuAD's form, at question q1: UnicodeEncodeError("),
         ([1, 2], " is not in SQuAD's form, at its top: TypeError("),
         ("[" * 100_000, " is not in SQuAD's form, at its top: RecursionError("),
         (

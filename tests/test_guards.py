@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ACCELERATE, ROOT, environment, launch, namespaces
 
 import train_bert_squad
@@ -176,3 +177,21 @@ def test_an_evaluation_batch_holds_no_copies():
     accelerator = SimpleNamespace(num_processes=2)
     run = script.Run(accelerator, "ddp", args, {"samples": 100, "eval_samples": 361})
     assert run.eval_batch_size == 362 and os.getppid() == run.stop_signal.parent
+
+
+def test_an_answer_needs_no_more_memory_than_its_window(monkeypatch):
+    asked_for = []
+
+    def best_spans(logits, first, last, longest):
+        asked_for.append(longest)
+        return torch.zeros(3, 1)
+
+    monkeypatch.setattr(train_bert_squad, "best_spans", best_spans)
+    monkeypatch.setattr(train_bert_squad, "span_logits", lambda *_: torch.zeros(1, 6, 2))
+    zero = torch.zeros(1, dtype=torch.long)
+    spans = dict.fromkeys(("ids", "start", "end", "first", "last"), zero)
+    args = SimpleNamespace(max_answer_length=10**9)
+    run = SimpleNamespace(until_stopped=iter, stopped=False, args=args)
+    accelerator = SimpleNamespace(gather_for_metrics=lambda rows: rows)
+    train_bert_squad.find_answers(accelerator, torch.nn.Identity(), [({}, spans)], run)
+    assert asked_for == [6]

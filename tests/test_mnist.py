@@ -116,7 +116,7 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
 
 
-RECORD = """script strategy strategy_options nodes processes devices device_name threads
+RECORD = """version script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
     workload parameters seconds samples_per_second ranks metrics loss_history status resumed_from
     profiled versions slurm_job_id argv""".split()
@@ -146,7 +146,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     workload = """model dataset samples eval_samples sequence_length compute_dtype precision dynamo
         epochs steps max_grad_norm seed dropout learning_rate"""
     assert set(record["workload"]) == set(workload.split())
-    measured = "rank host real user sys train_cpu memory_before_mb peak_memory_mb"
+    measured = "rank host device_name cores real user sys train_cpu memory_before_mb peak_memory_mb"
     assert all(set(rank) == set(measured.split()) for rank in record["ranks"])
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
     assert all(rank["train_cpu"] > 0 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
@@ -272,24 +272,25 @@ def test_processes_that_would_train_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "env, gpus, sentence",
+    "env, gpus, usable, sentence",
     [
-        ({"WORLD_SIZE": "2"}, 0, "each would train alone"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # the baseline on two nodes
-        (
-            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            1,
-            "add --num_processes 1",
-        ),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, "in fp16, not in bf16"),
+        ({"WORLD_SIZE": "2"}, 0, False, "each would train alone"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, True, "each would train alone"),  # on two nodes
+        ({"MASTER_ADDR": "127.0.0.1"}, 0, False, "--num_processes 1"),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, True, "add --num_processes 1"),
+        ({}, 1, False, "a GPU that it cannot use"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, False, "in fp16, not in bf16"),
     ],
 )
-def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
+def test_launches_that_would_not_do_what_was_asked(env, gpus, usable, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    args = SimpleNamespace(gradient_accumulation_steps=1, output_dir="x")
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
         script.refuse_wrong_launch("dp")
+        script.refuse_wrong_yaml("dp", args)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Workarounds in the scripts are still needed. A test that fails says: look whether one can go.
-That FSDP is a matter of GPUs to accelerate has the version beside it, in `make_accelerator`.
+That FSDP is a matter of GPUs to accelerate has the version beside it, in `connect`.
 """
 
 import threading
@@ -39,7 +39,7 @@ def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
 
 
 def test_dataparallels_threads_forget_the_dtype_of_autocast():
-    """What a thread finds is CUDA's default, fp16. So `prepare_launch` refuses bf16 under dp."""
+    """A thread finds CUDA's default, fp16. So `refuse_wrong_yaml` refuses bf16 under dp."""
     before, found = torch.get_autocast_dtype("cuda"), []
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))
