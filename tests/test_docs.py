@@ -3,19 +3,14 @@ are. test_readme.py follows their links.
 """
 
 import json
-import os
 import re
-import shlex
-import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, namespaces, run, table_of
+from conftest import ROOT, run, table_of
 
 import fit
 from planning import links, memory
@@ -28,19 +23,12 @@ PAGES = {
         *(ROOT / "docs").rglob("*.md"),
     ]
 }
-[LOOPS] = [text for text in PAGES.values() if "\n# train_ddp.py\n" in text]  # same loop, two ways
-BLOCKS = re.findall(r"```\w*\n(.*?)```", LOOPS, re.S)
 OTHERS = {"--logdir", "--pid"}  # flags of TensorBoard and py-spy
 
 
 def tables(first_cell):
     """The tables of all pages whose header begins like this, as in `table_of`."""
     return [table_of(text, first_cell) for text in PAGES.values() if f"\n| {first_cell}" in text]
-
-
-def block(start):
-    [text] = [text for text in BLOCKS if text.startswith(start)]
-    return text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -67,7 +55,7 @@ def test_the_formulas_are_those_of_the_report(parameters):
     rows = [(name, *cells) for names, *cells in table[1:] for name in names.split(", ")]
     for strategy, *cells in rows:
         for n in (2, 8):
-            names = {"P": parameters, "n": n, "g": max(1, 2 - 30e6 / parameters)}
+            names = {"Ψ": parameters, "n": n, "g": max(1, 2 - 30e6 / parameters)}
             expected = [
                 memory.bytes_held(strategy, parameters, n),
                 links.bytes_sent(strategy, parameters, n),
@@ -75,7 +63,7 @@ def test_the_formulas_are_those_of_the_report(parameters):
             ]
             for cell, value in zip(cells, expected, strict=False):
                 formula = cell.split(", on")[0].replace("×", "*").replace("−", "-")
-                formula = re.sub(r"(?<=\d) ?P", "*P", formula).replace("P (", "P*(")
+                formula = re.sub(r"(?<=\d) ?Ψ", "*Ψ", formula).replace("Ψ (", "Ψ*(")
                 if value is not None:  # there is a formula
                     assert eval(formula, names) == pytest.approx(value), f"{strategy}: {cell}"
 
@@ -126,53 +114,16 @@ def test_diagrams_are_those_that_the_script_draws_and_a_page_shows(tmp_path):
     assert set(images) <= set(re.findall(r"img/(\w+\.svg)", "".join(PAGES.values())))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The programs of the text, as files."""
-    folder = tmp_path_factory.mktemp("programs")
-    for name in ("train_ddp.py", "train_accelerate.py"):
-        (folder / name).write_text(block(f"# {name}\n"))
-    return folder
-
-
-@pytest.mark.slow
-def test_both_programs_print_the_same(folder):
-    """By the commands of the text, at once; they write into the folder that they run in. No name
-    server knows the host.
-    """
-    commands = block("torchrun").splitlines()
-    places = {"train_ddp.py": folder / "torch", "train_accelerate.py": folder / "accelerate"}
-    unknown = [] if os.geteuid() else namespaces("hostname gpu-01.lab-2.example.org")
-
-    def start(command):
-        script = command.split()[-1]
-        places[script].mkdir()
-        shutil.copy(folder / script, places[script])
-        command = command.replace("accelerate launch", "accelerate launch --main_process_port 0")
-        configs = f"{shlex.quote(str(ROOT))}/accelerate_configs"
-        command = command.replace("accelerate_configs", configs)
-        command = f"cd {shlex.quote(str(places[script]))} && {command}"
-        return run([*unknown, "bash", "-c", command])
-
-    with ThreadPoolExecutor(2) as pool:
-        for command, result in zip(commands, pool.map(start, commands), strict=True):
-            assert result.code == 0, result.err
-            assert losses(result.out) == block("epoch 0").splitlines(), command
-    one, two = (torch.load(place / "weights.pt") for place in places.values())
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
-
-
-def losses(text):
-    return [line for line in text.splitlines() if line.startswith("epoch")]
-
-
-@pytest.mark.slow
-def test_one_task_per_gpu_trains_the_same(cluster, folder):
-    """The job of the text on two nodes, with one task on each."""
-    (folder / "job.sh").write_text(block("#!/bin/bash\n#SBATCH"))
-    words = ["--ntasks-per-node=1", "--gres=none", "--output=job.log", "job.sh"]
-    number = cluster.submit(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
-    state, log = cluster.wait(number), (folder / "job.log").read_text()
-    assert state == "COMPLETED" and losses(log) == block("epoch 0").splitlines(), log
+def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
+    """So they age together."""
+    for english, spanish, end in (
+        ("README.md", "docs/es/README.md", "## The strategy is the YAML"),
+        ("docs/lab.md", "docs/es/lab.md", "## 5. Weak and strong scaling"),
+    ):
+        translated, rest = PAGES[ROOT / english].split(f"\n{end}")
+        assert rest
+        both = [
+            re.findall(r"^```.*?^```$", text, re.M | re.S)
+            for text in (translated, PAGES[ROOT / spanish])
+        ]
+        assert both[0] == both[1] and len(both[0]) >= 3, spanish

@@ -4,10 +4,12 @@ import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ACCELERATE, ROOT, anchor, launch, run
 from packaging.requirements import Requirement
+from test_lab import check_kind
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
 NAMES = ["README.md", "docs/cluster.md", "docs/scripts.md", "docs/reference/developing.md"]
@@ -27,11 +29,11 @@ CI = [
     "python report.py runs/",
     "source .venv/bin/activate",
 ]  # .ci/run runs these
-ELSEWHERE = [  # and these: the test of make below, test_bert_data, test_ladder, test_sbatch
+ELSEWHERE = [  # and these: the tests of make and fit.py below, test_bert_data, test_sbatch
     "make train TORCH=cpu",
     "make clean setup CONSTRAINTS=constraints-cu128.txt",
     "python train_bert_squad.py --prepare_data_only",
-    "python fit.py 40GB",
+    "python fit.py 6GB --model bert-large",
     "sbatch/sweep.sh --dry_run",
     "sbatch/sweep.sh",
     "sbatch sbatch/2node.sh",
@@ -122,6 +124,22 @@ def test_make_installs_what_was_asked_for(tmp_path):
         done = run(["make", "-C", tmp_path, "PYTHON=sh python", *words.split()])
         assert done.code == 0 and done.err.count("note: .venv stays") == notes, done.err
         assert re.sub(".* -c ", "", (tmp_path / "pip.log").read_text()) == asked
+
+
+@pytest.mark.slow
+def test_readme_pastes_what_its_commands_print(tmp_path):
+    """make train in a folder with the project's files, by this Python; and fit.py, to the digit."""
+    text = (ROOT / "README.md").read_text()
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "runs"):
+            (tmp_path / path.name).symlink_to(path)
+    make = ["make", "-C", tmp_path, "-o", "setup", "train", f"BIN={Path(sys.executable).parent}"]
+    trained, fits = run(make), run([sys.executable, "fit.py", "6GB", "--model", "bert-large"])
+    for result, command in ((trained, "make train"), (fits, "python fit.py")):
+        assert result.code == 0, result.err
+        pasted = text.split(f"```\n{command}")[1].split("```\n")[2]
+        check_kind(pasted, result.out)
+    assert set(pasted.splitlines()) - {"..."} <= set(fits.out.splitlines())
 
 
 def requirements(name):

@@ -19,6 +19,7 @@ drawn from measured records, memory.svg by the formulas of fit.py.
 
 import itertools
 import json
+import math
 import re
 import sys
 import tarfile
@@ -55,6 +56,7 @@ KINDS = {
     "dY": (BATCH, YELLOW, "dY: gradients of Y"),
     "G": (LAYERS * LINK, PINK, "", "gradients"),
 }
+SENT = ("AG", "AGs", "RS", "AR", "P", "Y", "dY", "G")  # of these, those that a link carries
 PARAMETERS, GRADIENTS, STATES = (
     ("parameters P", BLUE),
     ("gradients G", ORANGE),
@@ -131,13 +133,16 @@ def kind(label):
     return re.match("[A-Za-z]+", label)[0]
 
 
-def schedule(events):
-    """[(lane, label, start, end)] of these events, in units of time."""
+def schedule(events, slower=1):
+    """[(lane, label, start, end)] of these events, in units of time, over a link that is so many
+    times slower.
+    """
     ends, free, found = {None: 0}, {}, []
     for event in events.split(", "):
         lane, label, need = re.fullmatch(r"(\d) (\S+)(?: < (\S+))?", event).groups()
         start = max(free.get(lane, 0), ends[need])
-        free[lane] = ends[label] = start + KINDS[kind(label)][0]
+        units = KINDS[kind(label)][0] * (slower if kind(label) in SENT else 1)
+        free[lane] = ends[label] = start + units
         found.append((int(lane), label, start, ends[label]))
     return found
 
@@ -251,9 +256,9 @@ def devices(picture, rows, above, below):
     return bottom + (50 if below else 18)
 
 
-def timeline(picture, y, title, lanes, events):
+def timeline(picture, y, title, lanes, events, slower=1):
     """One step, below `y`. Returns where this ends, and the legend."""
-    found, free = schedule(events), [0.0] * len(lanes)
+    found, free = schedule(events, slower), [0.0] * len(lanes)
     over = max(end for *_, end in found)
     picture.text(LEFT, y + 12, f"{title}: {over:g} units", weight="bold")
     waits, boxes, legend = [], [], []
@@ -300,14 +305,16 @@ def strategy(picture, name):
 def steps(picture):
     """A step of each strategy. Returns where this ends."""
     y, legend = 4, []
-    for name, title in {
-        "baseline": "Baseline, a quarter of the samples",
-        "dp": "DP",
-        "ddp": "DDP",
-        "zero2": "ZeRO-2",
-        "fsdp": "FSDP; ZeRO-3 is similar",
-    }.items():
-        y, more = timeline(picture, y, title, *STRATEGIES[name][3:5])
+    for name, title, slower in (
+        ("baseline", "Baseline, a quarter of the samples", 1),
+        ("dp", "DP", 1),
+        ("ddp", "DDP", 1),
+        ("zero2", "ZeRO-2", 1),
+        ("fsdp", "FSDP; ZeRO-3 is similar", 1),
+        ("ddp", "DDP, over a link that is half as fast", 2),
+        ("fsdp", "FSDP, over a link that is half as fast", 2),
+    ):
+        y, more = timeline(picture, y, title, *STRATEGIES[name][3:5], slower)
         legend, y = list(dict.fromkeys(legend + more)), y + 4
     return explain(
         picture, y, [text for text in legend if text != "hatched: waits"] + ["hatched: waits"]
@@ -438,10 +445,11 @@ def hold(picture):
     for name, x in (("ddp", 60), ("fsdp", 450)):
         held = moments(name, MODELS["bert-base"], 4 * 384, GPUS)
         scale = wide / sum(units for units, *_ in held)
+        most = max(sum(parts.values()) for *_, parts in held)
         picture.text(
             x,
             16,
-            f"{NAMES[name]}: at most {max(sum(parts.values()) for *_, parts in held):,.0f} MB",
+            f"{NAMES[name]}: at most {math.ceil(most):,} MB",  # as fit.py rounds
             weight="bold",
         )
         base = [0.0] * len(held)
@@ -472,49 +480,16 @@ def hold(picture):
         [
             "BERT-base in fp32, 4 windows of 384 tokens on each of 4 devices",
             "by the formulas of fit.py",
+            "DDP's gradients lie in the buckets of its all-reduce, which stay from step to step",
         ],
     )
-
-
-# ------------------------------------------------------------- who starts the ranks of two nodes
-
-
-def launchers(picture):
-    """One task per GPU, and one launcher per node, on two nodes with four GPUs each. Returns where
-    this ends.
-    """
-    y = 0
-    for title, command, tasks in (
-        ("One task per GPU", "srun --ntasks-per-node=4 python train.py", 4),
-        ("One launcher per node", "srun --ntasks-per-node=1 accelerate launch ...", 1),
-    ):
-        picture.text(10, y + 19, title, weight="bold")
-        picture.box(190, y + 4, 420, 22, "#EEEEEE", command)
-        for node, left in enumerate((10, 405)):
-            picture.arrow((left + 192, y + 26), (left + 192, y + 42))
-            picture.box(left, y + 42, 385, 108)
-            picture.text(left + 8, y + 57, f"node {node}: SLURM_NODEID={node}", size=11)
-            wide = (385 - 10) / tasks
-            for task in range(tasks):
-                x, says = left + 9 + task * wide, f"task {GPUS * node + task}"
-                if tasks == 1:
-                    says = f"task {node}, the launcher: --machine_rank {node}"
-                picture.box(x, y + 64, wide - 8, 80, YELLOW, opacity=0.4)
-                picture.text(x + 8, y + 80, says, size=11)
-            for gpu in range(GPUS):
-                x = left + 19 + gpu * 93.75
-                picture.box(x, y + 88, 66, 48, SKY)
-                picture.text(x + 33, y + 108, f"rank {GPUS * node + gpu}", "middle", 11)
-                picture.text(x + 33, y + 124, f"GPU {gpu}", "middle", 11)
-        y += 168
-    return y - 8
 
 
 # ----------------------------------------------------------------------------------- all pictures
 
 # Name: what draws it into a Picture, and returns the height.
 PICTURES = {name: (lambda picture, name=name: strategy(picture, name)) for name in STRATEGIES}
-PICTURES |= {"steps": steps, "slow": slow, "memory": hold, "launch": launchers}
+PICTURES |= {"steps": steps, "slow": slow, "memory": hold}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)

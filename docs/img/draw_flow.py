@@ -9,19 +9,14 @@ from pathlib import Path
 from draw import Picture
 
 QUESTION, DO, END = "#FFFFFF", "#F0E442", "#56B4E9"  # a question, something to do, a YAML
-WIDE, HIGH, GAP_Y = 190, 52, 32
+WIDE, HIGH, GAP_Y = 190, 66, 28
 # Name: column, row, kind, lines of text.
 BOXES = {
     "fits": (0, 0, QUESTION, ["Does a micro-batch fit", "on one device?"]),
     "fast": (1, 0, QUESTION, ["Is one device", "fast enough?"]),
-    "ladder": (
-        0,
-        1,
-        DO,
-        ["a smaller micro-batch that", "accumulates, then activation", "checkpointing"],
-    ),
+    "smaller": (0, 1, DO, ["a smaller micro-batch", "that accumulates"]),
     "busy": (1, 1, QUESTION, ["Is the device busy?"]),
-    "feed": (2, 1, DO, ["a faster loader,", "a larger batch:", "steps 2 and 3"]),
+    "feed": (2, 1, DO, ["a faster loader, a larger", "batch, compilation:", "steps 2, 3 and 5"]),
     "now": (0, 2, QUESTION, ["Does it fit now?"]),
     "tune": (1, 2, DO, ["bf16, then compilation:", "steps 4 and 5"]),
     "enough": (1, 3, QUESTION, ["Is one device", "fast enough now?"]),
@@ -30,11 +25,16 @@ BOXES = {
     "several": (0, 5, QUESTION, ["Have you several", "devices?"]),
     "sharded": (1, 5, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
     "zero2": (2, 5, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
-    "offload": (
+    "again": (
         0,
         6,
         END,
-        ["zero2_offload.yaml, then", "zero3_offload.yaml or", "fsdp_offload.yaml"],
+        [
+            "activation checkpointing,",
+            "then zero2_offload.yaml,",
+            "zero3_offload.yaml or",
+            "fsdp_offload.yaml",
+        ],
     ),
     "all": (1, 6, QUESTION, ["Does it fit with", "everything in shards?"]),
     "fsdp": (2, 6, END, ["fsdp.yaml, or zero3.yaml"]),
@@ -42,23 +42,23 @@ BOXES = {
 ARROWS = [
     ("fits", "fast", "yes"),
     ("fast", "baseline", "yes"),
-    ("fits", "ladder", "no"),
+    ("fits", "smaller", "no"),
     ("fast", "busy", "no"),
     ("busy", "feed", "no"),
     ("busy", "tune", "yes"),
+    ("feed", "enough", ""),
     ("tune", "enough", ""),
     ("enough", "baseline", "yes"),
     ("enough", "ddp", "no"),
-    ("ladder", "now", ""),
+    ("smaller", "now", ""),
     ("now", "fast", "yes"),
     ("now", "several", "no"),
     ("several", "sharded", "yes"),
-    ("several", "offload", "no"),
+    ("several", "again", "no"),
     ("sharded", "zero2", "yes"),
     ("sharded", "all", "no"),
     ("all", "fsdp", "yes"),
-    ("all", "offload", "no"),
-    ("feed", "fast", ""),
+    ("all", "again", "no"),
 ]
 
 
@@ -103,8 +103,14 @@ def route(start, end):
             (middle, y1 + HIGH - 12),
             (x1, y1 + HIGH - 12),
         ]
-    middle = x1 + WIDE + 46
-    return [(x0, y0 + 12), (middle, y0 + 12), (middle, y1 + HIGH - 12), (x1 + WIDE, y1 + HIGH - 12)]
+    middle = x0 + WIDE / 2  # down, and then to the left, below what stands beside it
+    channel = y1 - GAP_Y / 2
+    return [
+        (middle, y0 + HIGH),
+        (middle, channel),
+        (x1 + WIDE - 20, channel),
+        (x1 + WIDE - 20, y1),
+    ]
 
 
 def main(folder):

@@ -165,7 +165,7 @@ def draw(picture, run):
         picture.text(
             LEFT,
             y + 14,
-            "report.py: "
+            "this step: "
             + ", ".join(f"{name} {share:.0%}" for name, share in rank["shares"].items()),
             size=11,
         )

@@ -1,4 +1,5 @@
-"""Tells which faults of docs/lab/faulty.py are mended: `python docs/lab/check_ex10.py FILE`.
+"""Tells which faults of docs/lab/faulty.py are mended: `python docs/lab/check_ex10.py FILE`. With
+`--part 2`, whether docs/lab/hanging.py is.
 
 Exercise 10 (docs/lab/10-faults.md). It launches the script once, on two CPU processes.
 """
@@ -7,14 +8,21 @@ import re
 import sys
 
 import torch
+from sklearn.datasets import load_digits
 from watch import check, mean_losses, repeated_order, samples, wrong_losses
 
-EPOCHS, SAMPLES = 3, 1536  # of faulty.py
+EPOCHS, SAMPLES = 3, 1536  # of both scripts
+ACCURACY = r"epoch \d+: test accuracy ([\d.]+)%"
 LINE = r"epoch \d+: training loss ([\d.]+)"
 
 
-def judge(ranks, _):
-    """The three faults, after what the script did well already."""
+def judge(ranks, _, part):
+    """The faults of a part, after what the script did well already."""
+    if part == 2:
+        return [
+            ("it trains as before", training(ranks)),
+            ("one rank prints the accuracy of all test samples", accuracy(ranks)),
+        ]
     return [
         ("it trains as before", training(ranks)),
         ("each epoch has another order", ordering(ranks)),
@@ -48,6 +56,23 @@ def losses(ranks):
     return problem and f"{problem} over all steps of both ranks. Whose loss is it?"
 
 
+def accuracy(ranks):
+    none, printed = sorted((re.findall(ACCURACY, notes["printed"]) for notes in ranks), key=len)
+    if none or len(printed) != EPOCHS:
+        return f"expected one line with it for each of {EPOCHS} epochs, all from one rank"
+    digits = load_digits()
+    first, bias, second, other = ranks[0]["weights"]
+    images = torch.tensor(digits.data[SAMPLES:] / 16, dtype=torch.float32)
+    answers = (torch.relu(images @ first.T + bias) @ second.T + other).argmax(dim=1)
+    right = 100 * (answers == torch.tensor(digits.target[SAMPLES:])).double().mean().item()
+    if abs(right - float(printed[-1])) < 0.3:  # one of 261 samples is 0.4 %
+        return ""
+    return (
+        f"the last line says {printed[-1]} %, but it is {right:.2f} %. Each rank tests a part of "
+        "the samples, so all ranks have to add up what they found"
+    )
+
+
 def saving(ranks):
     found = [notes["saved"] for notes in ranks if notes["saved"] is not None]
     if len(found) != 1:
@@ -58,4 +83,4 @@ def saving(ranks):
 
 
 if __name__ == "__main__":
-    sys.exit(check(judge))
+    sys.exit(check(judge, parts=2))

@@ -11,10 +11,10 @@ from watch import HERE, check, mean_losses, repeated_order, samples, wrong_losse
 
 BATCH_SIZE, SAMPLES = 64, 1536  # of single.py
 LINE = r"epoch \d+: training loss ([\d.]+), test accuracy ([\d.]+)%"
-PAGE = "docs/strategies.md#the-same-step-in-torch-in-accelerate-in-fabric"
+PAGE = "docs/strategies.md#the-same-step-in-torch-and-in-accelerate"
 
 
-def judge(ranks, single):
+def judge(ranks, single, part):
     """The points of the exercise, with what is wrong about each, and why it matters."""
     expected = re.findall(LINE, single["printed"])
     epochs = len(expected)
@@ -33,6 +33,11 @@ def judge(ranks, single):
         ("one rank saves the weights", saving(ranks)),
         ("the plain model can load the weights", loading(ranks, single)),
     ]
+    if part == 2:
+        points.append(("a step sends all gradients in one message", packing(ranks)))
+    if part == 3:
+        points.append(("a rank updates its half of the weights", sharding(ranks)))
+        points.append(("a step sends gradients once, and weights once", exchanging(ranks)))
     right = not any(problem != "" for _, problem in points)
     same = training(ranks, printed, single, expected) if right else None
     return [*points, ("the training is that of single.py", same)]
@@ -89,9 +94,53 @@ def agreeing(ranks):
     if pairs and all(torch.allclose(one, other, atol=1e-5) for one, other in pairs):
         return ""
     return (
-        "they differ, so you trained two models. Nothing averages the gradients. Wrap the "
-        "model: DistributedDataParallel(model), or accelerator.prepare(model), and call "
-        f"the wrapped one. See {PAGE}"
+        "they differ, so you trained two models. After the backward pass, each weight.grad has "
+        "to become the mean over the ranks, in its place. If each rank updates a part of the "
+        f"weights, an all-gather has to give all parts to all ranks. See {PAGE}"
+    )
+
+
+def calls_of_step(ranks):
+    """[name, numbers] of the collectives of the second step that carry more than one number."""
+    steps = ranks[0]["calls"][1:2] or [[]]
+    return [call for call in steps[0] if call[1] > 1]
+
+
+def packing(ranks):
+    calls = calls_of_step(ranks)
+    total = sum(weight.numel() for weight in ranks[0]["weights"])
+    most = max((numbers for _, numbers in calls), default=0)
+    if len(calls) == 1 and most >= total:
+        return ""
+    return (
+        f"the second step makes {len(calls)} calls with more than one number, of at most {most:,} "
+        f"numbers. The model has {total:,}. Each call costs a latency: torch.cat the flattened "
+        "gradients, all-reduce that vector, and copy its parts back"
+    )
+
+
+def sharding(ranks):
+    total = sum(weight.numel() for weight in ranks[0]["weights"])
+    sizes = [notes["updated"] for notes in ranks]
+    if sizes[0] == sizes[1] == -(-total // 2):
+        return ""
+    return (
+        f"the optimizers of the two ranks update {sizes[0]:,} and {sizes[1]:,} numbers of "
+        f"{total:,}. An optimizer keeps its states for all that it updates. Give it a tensor with "
+        "the rank's half of the flat weights"
+    )
+
+
+def exchanging(ranks):
+    names = [name for name, _ in calls_of_step(ranks)]
+    gathers = [name for name in names if "gather" in name]
+    sums = [name for name in names if name in ("all_reduce", "reduce_scatter_tensor")]
+    if len(names) == 2 and gathers and sums:
+        return ""
+    return (
+        f"from the first update to the second, these are called: {', '.join(names) or 'none'}. "
+        "Needed are one all_gather_into_tensor of the updated weights, and one "
+        "reduce_scatter_tensor of the gradients: a rank needs the mean of its own half only"
     )
 
 
@@ -148,8 +197,9 @@ def training(ranks, printed, single, expected):
     if problem:
         return (
             f"{problem} on one device. Is the order another one? DistributedSampler(data, "
-            "seed=SEED) with set_epoch(epoch) has that of single.py. Are the first weights, "
-            "the optimizer and the learning rate its own?"
+            "seed=SEED) with set_epoch(epoch) has that of single.py. Is the sum of the gradients "
+            "divided by the number of ranks? Is each weight updated, by its own gradient? Are the "
+            "first weights, the optimizer and the learning rate its own?"
         )
     for (_, here), (_, there) in zip(printed, expected, strict=True):
         if abs(float(here) - float(there)) > 0.5:  # one of 261 samples is 0.4 %
@@ -162,4 +212,4 @@ def training(ranks, printed, single, expected):
 
 
 if __name__ == "__main__":
-    sys.exit(check(judge, HERE / "single.py"))
+    sys.exit(check(judge, HERE / "single.py", parts=4))

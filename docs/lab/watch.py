@@ -25,6 +25,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 HERE = Path(__file__).resolve().parent
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce",
+)
 DDP_YAML = HERE.parent.parent / "accelerate_configs" / "ddp.yaml"
 
 
@@ -36,11 +43,15 @@ def watch(script, folder, seconds=0):
     folder.mkdir(parents=True)
     pixels = (load_digits().data / 16).astype("float32")
     number_of = {image.tobytes(): number for number, image in enumerate(pixels)}
-    notes = {"world": 1, "steps": [], "losses": [], "weights": []}
+    notes = {"world": 1, "steps": [], "losses": [], "calls": [], "updated": 0}
     samples = []  # of the step that is under way
+    calls = []  # in that step: [name of a collective, numbers that it sends]
+    weights = {}  # of the layers that are trained, in their order
 
     def note_samples(module, inputs):
-        """Before each layer: those that training puts into the first one."""
+        """Before each layer: its weights, and the samples that training puts into the first one."""
+        if torch.is_grad_enabled():
+            weights.update(dict.fromkeys(module.parameters(recurse=False)))
         if getattr(module, "in_features", None) == 64 and torch.is_grad_enabled():
             samples.extend(number_of.get(row.numpy().tobytes()) for row in inputs[0].detach().cpu())
 
@@ -48,8 +59,22 @@ def watch(script, folder, seconds=0):
         """After each step of the optimizer."""
         notes["world"] = dist.get_world_size() if dist.is_initialized() else 1
         notes["steps"].append(samples.copy())
-        notes["weights"] = sum((group["params"] for group in optimizer.param_groups), [])
+        notes["calls"].append(calls.copy())
+        groups = optimizer.param_groups
+        notes["updated"] = sum(part.numel() for group in groups for part in group["params"])
         samples.clear()
+        calls.clear()
+
+    def noting(name):
+        """The collective of that name, which also notes its largest tensor."""
+        collective = getattr(dist, name)
+
+        def note_call(*args, **options):
+            tensors = [value for value in [*args, *options.values()] if torch.is_tensor(value)]
+            calls.append([name, max((tensor.numel() for tensor in tensors), default=0)])
+            return collective(*args, **options)
+
+        return mock.patch.object(dist, name, note_call)
 
     def note_loss(*args, loss_of=nn.functional.cross_entropy, **options):
         loss = loss_of(*args, **options)
@@ -62,12 +87,15 @@ def watch(script, folder, seconds=0):
         register_optimizer_step_post_hook(note_step),
     ]
     with (
+        contextlib.ExitStack() as noted,
         open(folder / "printed", "w") as printed,
         open(folder / "error", "w") as error,
         contextlib.redirect_stdout(printed),
         mock.patch.object(sys, "argv", [str(script), str(folder / "saved.pt")]),
         mock.patch.object(nn.functional, "cross_entropy", note_loss),
     ):
+        for name in COLLECTIVES:
+            noted.enter_context(noting(name))
         if seconds:  # then say where the script waits, and end
             faulthandler.dump_traceback_later(seconds, exit=True, file=error)
             faulthandler.enable(file=error)  # and say where, if the process is aborted
@@ -82,7 +110,7 @@ def watch(script, folder, seconds=0):
                 faulthandler.disable()
             for hook in hooks:
                 hook.remove()
-    notes["weights"] = [weight.detach().cpu() for weight in notes["weights"]]
+    notes["weights"] = [weight.detach().cpu() for weight in weights]
     torch.save(notes, folder / "notes.pt")
 
 
@@ -178,13 +206,15 @@ def why_it_failed(script, folder, seconds):
     return lines or (folder / "launcher").read_text().splitlines()[-10:]
 
 
-def check(judge, reference=None):
+def check(judge, reference=None, parts=1):
     """Run the script of the command line, and print a line for each point of `judge(ranks, notes
-    of the reference)`: a list of names and problems ("": none; None: cannot be said yet).
-    Returns the exit code.
+    of the reference, part of the exercise)`: a list of names and problems ("": none; None: cannot
+    be said yet). Returns the exit code.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("script", type=Path, help="your script")
+    part = {"choices": range(1, parts + 1), "help": "of the exercise (1)"}
+    parser.add_argument("--part", type=int, default=1, **part)
     parser.add_argument("--seconds", type=int, default=60, help="that it may take (60)")
     args = parser.parse_args()
     if not args.script.is_file():
@@ -205,7 +235,7 @@ def check(judge, reference=None):
             print(*why_it_failed(args.script, folder, args.seconds), sep="\n")
             return 1
         ranks = [read(folder / f"rank_{rank}") for rank in range(2)]
-        points = judge(ranks, read(folder / "reference") if reference else None)
+        points = judge(ranks, read(folder / "reference") if reference else None, args.part)
     for name, problem in points:
         if problem:
             print(f"WRONG  {name}: {problem}")

@@ -1,4 +1,4 @@
-"""A right solution of exercise 9, part 2: docs/lab/single.py with Accelerate.
+"""A right solution of exercise 9, part 4: docs/lab/single.py with Accelerate.
 
 Write your own first. When the checker finds nothing wrong in it, compare the two.
 """
