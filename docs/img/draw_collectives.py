@@ -8,7 +8,7 @@ is in it. A cell has the colour of the rank that it comes from; a sum is grey.
 import sys
 from pathlib import Path
 
-from draw import BLUE, ORANGE, SKY, YELLOW, Picture
+from picture import BLUE, ORANGE, SKY, YELLOW, Picture
 
 RANKS, CELL, ROW = range(4), 66, 32
 COLOURS = [BLUE, ORANGE, SKY, YELLOW]  # of the ranks

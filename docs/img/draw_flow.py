@@ -6,7 +6,7 @@ A test holds docs/img/choose.svg to this.
 import sys
 from pathlib import Path
 
-from draw import Picture
+from picture import Picture
 
 QUESTION, DO, END = "#FFFFFF", "#F0E442", "#56B4E9"  # a question, something to do, a YAML
 WIDE, HIGH, GAP_Y = 190, 66, 28

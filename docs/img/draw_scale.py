@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
 
-from draw import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
+from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
 
 from planning import traffic  # noqa: E402
 

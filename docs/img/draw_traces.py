@@ -13,7 +13,7 @@ import math
 import sys
 from pathlib import Path
 
-from draw import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
+from picture import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from reporting import splitting  # noqa: E402
