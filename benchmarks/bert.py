@@ -16,13 +16,15 @@ import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from side_by_side import record, role, row
+from side_by_side import ROOT, record, role, row
 
 from planning import peaks
 
@@ -41,11 +43,26 @@ def load_inputs(args):
             validation_file=args.validation_file,
             version_2_with_negative=False,
             max_train_samples=args.questions,
-            max_eval_samples=0,
+            max_eval_samples=args.eval_questions,
             max_seq_length=384,
             doc_stride=128,
         )
     )
+
+
+def rows_of(features):
+    """The windows as Trainer reads them."""
+    columns = (features.columns[name].tolist() for name in ("first", "start", "end"))
+    return [
+        {
+            "input_ids": ids,
+            "token_type_ids": [0] * first + [1] * (len(ids) - first),
+            "attention_mask": [1] * len(ids),
+            "start_positions": start,
+            "end_positions": end,
+        }
+        for ids, first, start, end in zip(features.table["input_ids"], *columns, strict=True)
+    ]
 
 
 def make_trainer(args, **settings):
@@ -59,17 +76,6 @@ def make_trainer(args, **settings):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config, tokenizer, features, _ = load_inputs(args)
-    columns = (features.columns[name].tolist() for name in ("first", "start", "end"))
-    rows = [
-        {
-            "input_ids": ids,
-            "token_type_ids": [0] * first + [1] * (len(ids) - first),
-            "attention_mask": [1] * len(ids),
-            "start_positions": start,
-            "end_positions": end,
-        }
-        for ids, first, start, end in zip(features.table["input_ids"], *columns, strict=True)
-    ]
     pad, shapes = transformers.DataCollatorWithPadding(tokenizer), []
 
     def collate(rows):
@@ -77,6 +83,10 @@ def make_trainer(args, **settings):
         shapes.append(batch["input_ids"].shape)
         return batch
 
+    if args.grouped and hasattr(transformers.TrainingArguments, "train_sampling_strategy"):
+        settings["train_sampling_strategy"] = "group_by_length"
+    elif args.grouped:  # its name in transformers 5.0
+        settings["group_by_length"] = True
     transformers.set_seed(0)
     arguments = transformers.TrainingArguments(
         output_dir=args.output,
@@ -96,7 +106,9 @@ def make_trainer(args, **settings):
         if args.from_scratch
         else auto.from_pretrained(args.model, config=config)
     )
-    return transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate), shapes
+    return transformers.Trainer(
+        model, arguments, train_dataset=rows_of(features), data_collator=collate
+    ), shapes
 
 
 def train_by_trainer(args):
@@ -116,10 +128,6 @@ def train_by_trainer(args):
     settings = {"max_grad_norm": 0, "num_train_epochs": 1}  # no clipping: the script has none
     if args.compiled:  # in the first epoch
         settings |= {"torch_compile": True, "num_train_epochs": 2}
-    if args.grouped and hasattr(transformers.TrainingArguments, "train_sampling_strategy"):
-        settings["train_sampling_strategy"] = "group_by_length"
-    elif args.grouped:  # its name in transformers 5.0
-        settings["group_by_length"] = True
     trainer, shapes = make_trainer(args, **settings)
     stopwatch = Stopwatch()
     trainer.add_callback(stopwatch)
@@ -138,132 +146,6 @@ def save_trainers_model(args):
     trainer, _ = make_trainer(args, num_train_epochs=1)
     trainer.train()
     trainer.save_model(args.output)
-
-
-def logits_of(model_folder, features):
-    """The logits of a saved model, float32 [features, longest, 2]; lowest on padding."""
-    import transformers
-
-    import train_bert_squad as script
-
-    model = transformers.BertForQuestionAnswering.from_pretrained(model_folder).eval()
-    lowest = torch.finfo(torch.float32).min
-    logits = torch.full((len(features), features.lengths.max(), 2), lowest)
-    with torch.no_grad():
-        for ids in features.lengths.argsort().split(32):
-            inputs, _ = features.__getitems__(ids.tolist())
-            logits[ids, : inputs["input_ids"].shape[1]] = script.span_logits(model, inputs)
-    return logits
-
-
-def answers_at_once(logits, features):
-    """{question id: text} and the questions' scores by the script's tensor operations, 32 features
-    at a time.
-    """
-    import train_bert_squad as script
-
-    parts = []
-    for start in range(0, len(logits), 32):
-        part = slice(start, start + 32)
-        score, first, last = script.best_spans(
-            logits[part], features.columns["first"][part], features.lengths[part] - 2, 30
-        )
-        parts.append(torch.stack([score * 0, logits[part, 0].sum(1), score, first, last], 1))
-    rows = torch.cat(parts)
-    scores = torch.full((len(features.questions),), -torch.inf)
-    scores = scores.scatter_reduce(0, features.columns["owner"], rows[:, 2], "amax")
-    return script.choose_answers(rows, features, False), scores.tolist()
-
-
-def answers_by_loops(logits, features, n_best=20, limit=30):
-    """The same in the usual way: for each feature of a question, the n best starts times the n best
-    ends, in Python; then the n best of the question with their probabilities. On numpy arrays and
-    lists, as gathered and mapped.
-    """
-    of_question = [[] for _ in features.questions]
-    for number, owner in enumerate(features.owner):
-        of_question[owner].append(number)
-    answers, scores = {}, []
-    for question, rows in zip(features.questions, of_question, strict=True):
-        found = []
-        for number in rows:
-            starts, ends = logits[number, :, 0], logits[number, :, 1]
-            offsets = features.offsets[number]
-            first, last = features.first[number], features.lengths[number] - 2
-            best_starts = np.argsort(starts)[: -n_best - 1 : -1].tolist()
-            best_ends = np.argsort(ends)[: -n_best - 1 : -1].tolist()
-            for start in best_starts:
-                for end in best_ends:
-                    if start < first or end < first or start > last or end > last:
-                        continue
-                    if end < start or end - start + 1 > limit:
-                        continue
-                    found.append(
-                        {
-                            "offsets": (offsets[start][0], offsets[end][1]),
-                            "score": starts[start] + ends[end],
-                            "start_logit": starts[start],
-                            "end_logit": ends[end],
-                        }
-                    )
-        found = sorted(found, key=lambda one: one["score"], reverse=True)[:n_best]
-        for one in found:
-            begin, stop = one.pop("offsets")
-            one["text"] = question["context"][begin:stop]
-        if not found:
-            found = [{"text": "empty", "score": -np.inf}]
-        values = np.array([one["score"] for one in found])
-        odds = np.exp(values - values.max())
-        for one, probability in zip(found, odds / odds.sum(), strict=True):
-            one["probability"] = probability
-        answers[question["id"]], scores = found[0]["text"], [*scores, found[0]["score"]]
-    return answers, scores
-
-
-def compare_answers(model_folder, args):
-    """Time of the loops / time of the script on 10,000 features with a trained model's logits, and
-    how spans differ.
-    """
-    import train_bert_squad as script
-
-    _, _, _, few = load_inputs(args)
-    ids, copies = torch.arange(10_000) % len(few), torch.arange(10_000) // len(few)
-    owner = few.columns["owner"][ids] + copies * len(few.questions)
-    questions = [
-        question | {"id": f"{question['id']}-{copy}"}
-        for copy in range(copies.max() + 1)
-        for question in few.questions
-    ]
-    table = few.table.select(ids.tolist()).remove_columns("owner").flatten_indices()
-    table = table.add_column("owner", owner.tolist())
-    many = script.Features(questions[: owner.max() + 1], table, few.key, few.max_width)
-    logits = logits_of(model_folder, few)[ids]
-    arrays, columns = logits.numpy(), table[:]
-    offsets = [
-        list(zip(*both, strict=True))
-        for both in zip(columns["begins"], columns["stops"], strict=True)
-    ]
-    lists = argparse.Namespace(
-        questions=many.questions,
-        owner=columns["owner"],
-        offsets=offsets,
-        first=columns["first"],
-        lengths=many.lengths.tolist(),
-    )
-    ratios = []
-    for _ in range(args.repeats):
-        clock = time.perf_counter()
-        ours, our_scores = answers_at_once(logits, many)
-        middle = time.perf_counter()
-        theirs, their_scores = answers_by_loops(arrays, lists)
-        ratios.append((time.perf_counter() - middle) / (middle - clock))
-    gains = np.array(our_scores) - np.array(their_scores)
-    assert gains.min() >= -1e-5, "the loops found a better span"
-    better, same = np.mean(gains > 1e-5), np.mean([ours[key] == theirs[key] for key in ours])
-    return ratios, (
-        f"a better span in {better:.2%} of questions, never a worse one; the same text "
-        f"in {same:.2%}"
-    )
 
 
 def steps_by_turns(args):
@@ -308,7 +190,7 @@ def steps_by_turns(args):
         trainers.step()
         trainers.zero_grad()
 
-    order = script.EpochSampler(features.lengths, args.batch, 0).order.tolist()
+    order = script.EpochSampler(features.lengths, args.batch, 0).order.tolist()[: args.steps]
     ratios = []
     for number, ids in enumerate(order):
         seconds = {}
@@ -320,7 +202,72 @@ def steps_by_turns(args):
     return ratios[3:]  # without those that set up memory
 
 
-ROLES = {"trainer": train_by_trainer, "save": save_trainers_model, "steps": steps_by_turns}
+def scores_by_trainer(args):
+    """All that a user waits for, by Trainer: an epoch, the logits of the validation windows, their
+    answers by the n-best loops, the scores, and the saved model.
+    """
+    import answers
+
+    import train_bert_squad as script
+
+    trainer, _ = make_trainer(
+        args, max_grad_norm=0, num_train_epochs=1, per_device_eval_batch_size=32
+    )
+    trainer.train()
+    *_, features = load_inputs(args)
+    starts, ends = trainer.predict(rows_of(features)).predictions
+    columns = features.table[:]
+    lists = argparse.Namespace(
+        questions=features.questions,
+        owner=columns["owner"],
+        offsets=[
+            list(zip(*both, strict=True))
+            for both in zip(columns["begins"], columns["stops"], strict=True)
+        ],
+        first=columns["first"],
+        lengths=features.lengths.tolist(),
+    )
+    texts, _ = answers.answers_by_loops(np.stack([starts, ends], 2), lists)
+    trainer.save_model(args.output)
+    return script.score_answers(texts, features.questions, version_2=False)
+
+
+def compare_commands(args, trainer):
+    """Print a row: seconds from the command to the scores, of either side, by turns."""
+    ratios, seconds = [], {SCRIPT: [], "Trainer": []}
+    flags = f"--num_epochs 1 --per_device_train_batch_size 8 --max_train_samples {args.questions}"
+    for number in range(2 * args.repeats):
+        side = list(seconds)[(number + number // 2) % 2]  # A B B A
+        with tempfile.TemporaryDirectory() as folder:
+            clock = time.perf_counter()
+            if side == "Trainer":
+                trainer("whole", 8, args.questions, "--grouped", "--output", folder)
+            else:
+                command = [sys.executable, SCRIPT, *script_inputs(args), *flags.split()]
+                command += ["--learning_rate", str(args.learning_rate), "--output_dir", folder]
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+            seconds[side].append(time.perf_counter() - clock)
+    ratios = [theirs / ours for ours, theirs in zip(*seconds.values(), strict=True)]
+    print("\n| what | median | from to | target |\n|---|---|---|---|")
+    for side, found in seconds.items():
+        row(f"from the command to the scores, {side}", found, "s")
+    row("... Trainer, grouped by length / script", ratios, "times", ">= 1")
+
+
+def script_inputs(args):
+    """The flags of the script for the model and the questions."""
+    words = ["--model_name_or_path", args.model] + ["--from_scratch"] * args.from_scratch
+    if args.train_file:
+        words += ["--train_file", args.train_file, "--validation_file", args.validation_file]
+    return words
+
+
+ROLES = {
+    "whole": scores_by_trainer,
+    "trainer": train_by_trainer,
+    "save": save_trainers_model,
+    "steps": steps_by_turns,
+}
 
 
 def fill_batches(args, batch):
@@ -413,24 +360,27 @@ def compare_speed(args, batch, train_by_script, trainer):
 
 def compare_scores(args, train_by_script, trainer):
     """Print a table: F1 after an epoch on either side, and answers by tensors and by loops."""
+    import answers
+
     import train_bert_squad as script
 
     print("\n| what | median | from to | target |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         trainer("save", 8, args.epoch_questions, "--output", folder)
         _, _, _, features = load_inputs(args)
-        answers, _ = answers_at_once(logits_of(folder, features), features)
-        trainer_f1 = script.score_answers(answers, features.questions, version_2=False)["f1"]
+        texts, _ = answers.answers_at_once(answers.logits_of(folder, features), features)
+        trainer_f1 = script.score_answers(texts, features.questions, version_2=False)["f1"]
         f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
         row("an epoch at batch 8: F1 of the script", [f1], "")
         row("... F1 of Trainer", [trainer_f1], "")
         row("... script - Trainer", [f1 - trainer_f1], "points", ">= -1")
-        ratios, difference = compare_answers(folder, args)
+        ratios, difference = answers.compare_answers(folder, features, args.repeats)
         row("answers of 10,000 features: n-best loops / script", ratios, "times", ">= 10")
         print(f"\nAgainst the n-best loops: {difference}.")
 
 
-def main():
+def parse_args():
+    """The flags; files become absolute paths."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -441,21 +391,16 @@ def main():
     add("--train_file", help="SQuAD's training questions (without: from the Hub)")
     add("--validation_file", help="SQuAD's validation questions")
     add("--repeats", type=int, default=3, help="of each comparison (default: %(default)s)")
-    add(
-        "--batches",
-        type=int,
-        nargs="*",
-        help="batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)",
-    )
+    sizes = "batch sizes whose speed is compared (default: 8 32; with --gpu: 8 16 32 64)"
+    add("--batches", type=int, nargs="*", help=sizes)
     add("--questions", type=int, help="to compare speed on (default: 600; with --gpu: 4000)")
     add("--compile", action="store_true", help="also compare speed by torch.compile")
-    add(
-        "--epoch_questions",
-        type=int,
-        default=4000,
-        help="to compare F1 on; 0: neither F1 nor answers (default: %(default)s)",
-    )
+    trained = "to compare F1 on; 0: neither F1 nor answers (default: %(default)s)"
+    add("--epoch_questions", type=int, default=4000, help=trained)
+    add("--eval_questions", type=int, default=0, help=argparse.SUPPRESS)
     add("--learning_rate", type=float, default=1e-4)
+    add("--commands", action="store_true", help="only compare seconds from command to scores")
+    add("--steps", type=int, help="of each side by turns in one process (default: an epoch)")
     add("--role", choices=ROLES, help=argparse.SUPPRESS)
     add("--batch", type=int, help=argparse.SUPPRESS)
     add("--grouped", action="store_true", help=argparse.SUPPRESS)
@@ -468,6 +413,11 @@ def main():
         value = getattr(args, name)
         if value and Path(value).exists():  # else a name on the Hub, or none
             setattr(args, name, str(Path(value).resolve()))
+    return args
+
+
+def main():
+    args = parse_args()
     if args.role:
         return print("number:", json.dumps(ROLES[args.role](args)))
     if args.gpu and not torch.cuda.is_available():
@@ -481,60 +431,30 @@ def main():
     inputs = ["--train_file", args.train_file, "--validation_file", args.validation_file]
     inputs = (inputs if args.train_file else []) + ["--from_scratch"] * args.from_scratch
 
+    rate = ["--learning_rate", args.learning_rate]
+
     def trainer(name, batch, questions, *flags):
-        return role(
-            __file__,
-            name,
-            "--model",
-            args.model,
-            *inputs,
-            "--batch",
-            batch,
-            "--questions",
-            questions,
-            "--learning_rate",
-            args.learning_rate,
-            *["--gpu"] * args.gpu,
-            *flags,
-        )
+        words = ["--model", args.model, *inputs, *rate, "--batch", batch, "--questions", questions]
+        words += ["--gpu"] * args.gpu + (["--steps", args.steps] if args.steps else [])
+        words += ["--eval_questions", 500] if name == "whole" else []
+        return role(__file__, name, *words, *flags)
 
     def train_by_script(batch, questions, eval_questions=1, epochs=1, dynamo="no"):
-        return record(
-            "baseline",
-            SCRIPT,
-            "--model_name_or_path",
-            args.model,
-            *inputs,
-            "--max_train_samples",
-            questions,
-            "--max_eval_samples",
-            eval_questions,
-            "--per_device_train_batch_size",
-            batch,
-            "--learning_rate",
-            args.learning_rate,
-            "--num_epochs",
-            epochs,
-            precision="bf16" if args.gpu else "no",
-            dynamo=dynamo,
-        )
+        words = [*script_inputs(args), *rate, "--max_eval_samples", eval_questions]
+        words += ["--max_train_samples", questions, "--per_device_train_batch_size", batch]
+        precision = "bf16" if args.gpu else "no"
+        words += ["--num_epochs", epochs]
+        return record("baseline", SCRIPT, *words, precision=precision, dynamo=dynamo)
 
     def train_lstm(batch):
-        run = record(
-            "baseline",
-            "train_mnist_rnn.py",
-            "--dataset",
-            "digits",
-            "--num_epochs",
-            60,
-            "--per_device_train_batch_size",
-            batch,
-            precision="bf16",
-        )
+        words = ["--dataset", "digits", "--num_epochs", 60, "--per_device_train_batch_size", batch]
+        run = record("baseline", "train_mnist_rnn.py", *words, precision="bf16")
         row(f"LSTM on digits, batch {batch}", [run["samples_per_second"]], "samples/s")
 
     where = torch.cuda.get_device_name() if args.gpu else f"{cores} CPU cores, {cores} threads"
     print(f"torch {torch.__version__}, {where}")
+    if args.commands:
+        return compare_commands(args, trainer)
     for batch in args.batches:
         compare_speed(args, batch, train_by_script, trainer)
     if args.gpu:
