@@ -184,8 +184,8 @@ WRONG = {
     "--bandwidth and --latency": ("--latency", 1, 2, YAML, "report.py"),
     "README.md is no check.json": ("--check", "README.md", 2, YAML, "report.py"),
     "Makefile:": (2, "Makefile", "report.py"),
-    "after 0 training steps": (2, YAML, "fit.py", "40GB"),
-    "there is no nothing": (2, YAML, "report.py", "nothing"),
+    "after 0 training steps": (2, YAML, "tests/warm_imports.py"),
+    "the global batch of 19998": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 
 
