@@ -23,6 +23,9 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Before torch comes: the CPU plays a device.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+from accelerate import Accelerator  # noqa: E402
+from accelerate.data_loader import DataLoaderShard  # noqa: E402
+
 from planning.counting import Tally, connect_counting_groups  # noqa: E402
 from planning.facts import UNREADABLE  # noqa: E402
 from planning.launching import LaunchError, environment_of, read_launch  # noqa: E402
@@ -160,6 +163,26 @@ class DryRun(StepWatch):
         return "ddp"
 
 
+def save_nothing(accelerator, output_dir=None, **options):
+    """Instead of Accelerator.save_state, which would wait for the other ranks' shards. Scripts find
+    the folder that they asked for.
+    """
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+
+
+def repeat_batches():
+    """Prepared loaders give their batches again where an epoch has fewer than STEPS steps, so that
+    no evaluation comes between.
+    """
+    once = DataLoaderShard.__iter__
+
+    def again(loader):
+        for _ in range(STEPS):
+            yield from once(loader)
+
+    DataLoaderShard.__iter__ = again
+
+
 def train(script, flags, dry):
     """Run the script as its own program until `dry` has counted. Stops with one line if it ends
     before that.
@@ -167,7 +190,6 @@ def train(script, flags, dry):
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *flags]
     os._exit = sys.exit  # Scripts end so on a CPU; here something comes after them.
-    reason = "it ended without an error"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             runpy.run_path(str(script), run_name="__main__")
@@ -179,7 +201,7 @@ def train(script, flags, dry):
         if isinstance(end.code, str):
             stop(end.code)
     stop(
-        f"{script}: {reason} after {dry.done} training steps, and {STEPS} are needed: a step is a "
+        f"{script} ended after {dry.done} training steps, and {STEPS} are needed: a step is a "
         "forward pass of a model, and a step of an optimizer, that Accelerator.prepare returned"
     )
 
@@ -288,9 +310,14 @@ def main():
     connect_counting_groups(args.ranks, tally)
     dry = DryRun(tally)
     dry.watch()
+    Accelerator.save_state = save_nothing
+    repeat_batches()
     script, flags = Path(launched.training_script), launched.training_script_args
-    with tempfile.TemporaryDirectory() as own:  # a record there is none that a report could read
-        train(script, [*flags, "--output_dir", f"{own}/run"], dry)
+    with tempfile.TemporaryDirectory() as own:  # its run.json is of no real run
+        own_flags = ["--output_dir", f"{own}/run", "--max_train_steps", "1000"]
+        train(script, [*flags, *own_flags], dry)
+    if args.alone and args.alone["parameters"] != dry.parameters:
+        stop(f"{args.baseline} is of another model: {args.alone['parameters']:,} parameters")
     found = describe(args, script, dry) | {"argv": argv}
     folder = folder_of(flags, args)
     try:

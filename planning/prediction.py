@@ -7,7 +7,7 @@
 The first is a run with `--num_processes 1`: it holds the strategy's own bookkeeping. The second is
 what sbatch/check.py measures and fits. report.py prints the prediction beside what was measured.
 Which collectives a step has follows from strategy and model. docs/report.md derives them, and says
-what is not modelled; tests/test_predict.py counts them.
+what is not modelled; tests/test_dry_run.py counts them.
 """
 
 import json

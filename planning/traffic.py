@@ -147,25 +147,39 @@ def step_of_zero(parts, width, options, devices, **_):
     """ZeRO-1 and ZeRO-2 reduce each bucket of `reduce_bucket_size` parameters, and all-gather the
     updated parameters, filled up so that each rank owns an even number of them.
 
-    With `use_multi_rank_bucket_allreduce` each bucket is an all-reduce. Without, each rank that
+    With `use_multi_rank_bucket_allreduce` each bucket is an all-reduce, or some of them if one
+    tensor is more than a bucket. Without, each rank that
     owns a piece of it gets a reduce: so there are as many as buckets and ranks together.
     """
     (forward, backward), tensors = empty_stages(parts), backward_tensors(parts)
     sizes = [size for size, _ in tensors]
     done = sum(sizes)  # Parameters are numbered from the first layer on.
     share = 2 * math.ceil(done / (2 * devices))
-    for bucket in fill_buckets(sizes, number(options, "reduce_bucket_size", 5e8), over=False):
+    limit = number(options, "reduce_bucket_size", 5e8)
+    for bucket in fill_buckets(sizes, limit, over=False):
         size = sum(sizes[index] for index in bucket)
         after = backward[max(tensors[index][1] for index in bucket)].after
+        first, last = (done - size) // share, (done - 1) // share
+        pieces = [
+            min(done, (owner + 1) * share) - max(done - size, owner * share)
+            for owner in range(first, last + 1)
+        ]
         if options.get("use_multi_rank_bucket_allreduce", True):
-            after.append(Call("all_reduce", width * size))
+            after += [Call("all_reduce", width * part) for part in joined(pieces, limit)]
         else:
-            first, last = (done - size) // share, (done - 1) // share
-            for owner in range(first, last + 1):
-                piece = min(done, (owner + 1) * share) - max(done - size, owner * share)
-                after.append(Call("reduce", width * piece))
+            after += [Call("reduce", width * piece) for piece in pieces]
         done -= size
     return Step(forward + backward, [Call("all_gather", width * share * devices)])
+
+
+def joined(pieces, limit):
+    """Sizes of pieces that go together: DeepSpeed sends them when they are more than the limit."""
+    sizes = [0]
+    for piece in pieces:
+        if sizes[-1] > limit:
+            sizes.append(0)
+        sizes[-1] += piece
+    return sizes
 
 
 def step_of_zero3(parts, width, options, devices, **_):

@@ -131,7 +131,7 @@ def test_the_formulas_count_what_dry_runs_count(strategy, ranks, tmp_path):
     dry = count(tmp_path, ranks, strategy, script, first=options)
     row = {"layers": 2, "hidden_size": 128, "intermediate_size": 256, "positions": 512}
     row |= {"tensors": None, "parameters": dry["parameters"]}
-    settings = SCALE["options_of"](strategy) | {"dp_shard_size": 4} * (strategy == "hsdp")
+    settings = {"dp_shard_size": 4} if strategy == "hsdp" else SCALE["options_of"](strategy)
     expected = by_formula(strategy, row, ranks, 1, "no", settings)
     counted = by_kind(
         (row["kind"], row["group_size"], row["bytes"] / row["calls"])
@@ -184,8 +184,8 @@ WRONG = {
     "--bandwidth and --latency": ("--latency", 1, 2, YAML, "report.py"),
     "README.md is no check.json": ("--check", "README.md", 2, YAML, "report.py"),
     "Makefile:": (2, "Makefile", "report.py"),
-    "after 0 training steps": (2, YAML, "fit.py", "40GB"),
-    "there is no nothing": (2, YAML, "report.py", "nothing"),
+    "after 0 training steps": (2, YAML, "tests/warm_imports.py"),
+    "the global batch of 19998": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 
 

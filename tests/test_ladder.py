@@ -95,7 +95,7 @@ def test_hsdp_resumes_on_other_sizes(runs, tmp_path):
         "must be the number of processes, 2" in launch(*words, processes=2, ok=False).error_line()
     )
     resumed = launch(*words, processes=2, launcher=one)
-    assert resumed.record["resumed_from"] and (folder / "checkpoints" / "best").is_dir()
+    assert resumed.record["resumed_from"] and (folder / "best").is_dir()
     assert resumed.losses == pytest.approx(runs("baseline").losses, rel=1e-5)
 
 
