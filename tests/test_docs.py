@@ -111,7 +111,7 @@ def test_diagrams_are_those_that_the_script_draws_and_a_page_shows(tmp_path):
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     images = {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("*.svg")}
     assert drawn.items() <= images.items()
-    assert set(images) <= set(re.findall(r"img/(\w+\.svg)", "".join(PAGES.values())))
+    assert set(images) <= set(re.findall(r"img/([\w-]+\.svg)", "".join(PAGES.values())))
 
 
 def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
