@@ -1,14 +1,16 @@
 """What the formulas of planning/ say of the cells: steps on more devices, traffic and memory."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from planning.growth import predict_growth
+from planning.facts import shards_of
 from planning.links import bytes_sent, find_link
 from planning.memory import hold_by_formula
+from planning.prediction import predict_growth
 from reporting.comparing import Cell, Workload
 from reporting.pictures import ENOUGH, Held, memory_is_known
 from reporting.splitting import find_alone, seconds_alone
@@ -126,7 +128,8 @@ def formulas_of(cell: Cell, held: Held) -> dict[str, Any]:
     """What a rank of a cell sends and holds by formula, and its measured peak, as a row."""
     setting = cell.setting
     parameters = cell.median.model.parameters
-    sent = bytes_sent(setting.strategy, parameters, cell.devices, cell.work.on_cpu)
+    shards = shards_of(json.loads(setting.strategy_options or "{}"), cell.devices)
+    sent = bytes_sent(setting.strategy, parameters, cell.devices, cell.work.on_cpu, shards)
     uncounted = setting.strategy.startswith("zero3") and setting.activation_checkpointing
     plain = cell.work.precision == "no" and setting.gradient_accumulation_steps == 1
     if uncounted or not plain:

@@ -62,9 +62,18 @@ def find_alone(cell: Cell, cells: list[Cell], baseline: bool = False) -> Cell | 
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two settings are the same variant of a strategy."""
-    names = ("strategy", "strategy_options", "activation_checkpointing")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    """Whether two settings are the same variant of a strategy. On one device HSDP is FSDP."""
+    return (
+        one.activation_checkpointing == other.activation_checkpointing
+        and one.strategy.replace("hsdp", "fsdp") == other.strategy.replace("hsdp", "fsdp")
+        and options_without_sizes(one) == options_without_sizes(other)
+    )
+
+
+def options_without_sizes(setting: Any) -> dict[str, Any]:
+    """The options of a strategy, without how many replicas and shards HSDP has."""
+    options: dict[str, Any] = json.loads(setting.strategy_options or "{}")
+    return {name: value for name, value in options.items() if not name.endswith("_size")}
 
 
 def seconds_alone(cell: Cell, one: Cell | None) -> float | None:
