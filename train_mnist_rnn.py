@@ -997,11 +997,9 @@ def make_accelerator(args):
     connect(strategy, timedelta(seconds=args.collective_timeout))
     # Its default names the second in which a rank began, so that of rank 0 is taken.
     args.output_dir = on_rank_0(lambda: args.output_dir)
-    # Gradients lie in the buckets of the all-reduce, and not beside them too. Buffers are constant,
-    # as BERT's positions are, so they need not be sent.
-    ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = Accelerator(
-        kwargs_handlers=[ddp],
+        # Gradients lie in the buckets of the all-reduce, and not beside them too.
+        kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         # A loader's batch is that of all ranks; rank r takes the r-th part.
         dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
