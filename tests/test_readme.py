@@ -11,7 +11,8 @@ from conftest import ACCELERATE, ROOT, anchor, launch, run
 from packaging.requirements import Requirement
 from test_lab import check_kind
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+TOPS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+PAGES = [*(ROOT / name for name in TOPS), *(ROOT / "docs").rglob("*.md")]
 NAMES = ["README.md", "docs/cluster.md", "docs/scripts.md", "docs/reference/developing.md"]
 TEXTS = "".join((ROOT / name).read_text() for name in NAMES)
 BLOCKS = re.sub(r"\\\n *", "", "".join(re.findall(r"```\n(.*?)```", TEXTS, re.S)))
