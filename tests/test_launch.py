@@ -13,7 +13,7 @@ from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
 
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
-ONE_PROCESS = ["baseline", "dp"]
+RANKS = {"baseline": 1, "dp": 1, "hsdp": 4}  # and else 2
 # The others in `make test-all`.
 NOW = {*product(("dp", "ddp", "zero2"), [MNIST]), *product(("baseline", "fsdp", "zero3"), [BERT])}
 # `.ci/run` launches these by `make sweep`, by the ladder's page, and by test_elsewhere.py.
@@ -21,7 +21,7 @@ THERE = {("baseline", MNIST), ("ddp", BERT), ("fsdp_keep", BERT), ("zero3", MNIS
 PAIRS = [
     (yaml, script)
     for script in TESTS
-    for yaml in (*ONE_PROCESS, *STRATEGIES, *RUNGS)
+    for yaml in ("baseline", "dp", "hsdp", *STRATEGIES, *RUNGS)
     if (yaml, script) not in THERE
 ]
 
@@ -58,7 +58,7 @@ def launched(request, tmp_path_factory):
         tests, folder = TESTS[script], elsewhere / f"{yaml}-{script}"
         words = ["--config_file", copy / "accelerate_configs" / f"{yaml}.yaml"]
         words += ["--main_process_port", 0, copy / script, "--output_dir", folder]
-        words += tests.flags(tests.GLOBAL_BATCH // (1 if yaml in ONE_PROCESS else 2))
+        words += tests.flags(tests.GLOBAL_BATCH // RANKS.get(yaml, 2))
         return run(["env", "-C", str(elsewhere), *ACCELERATE, *map(str, words)], folder)
 
     pairs = [
@@ -77,13 +77,13 @@ def launched(request, tmp_path_factory):
 def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, references):
     result, reference = launched[yaml, script], references[script]
     assert result.code == 0, result.err
-    record, count = result.record, 1 if yaml in ONE_PROCESS else 2
+    record, count = result.record, RANKS.get(yaml, 2)
     assert record["strategy"] == yaml.split("_")[0] and record["status"] == "completed"
     assert record["processes"] == record["devices"] == len(record["ranks"]) == count
     assert f"{record['strategy']} on {count} x CPU (" in result.out
     assert all(rank["real"] > 1 and rank["user"] > 1 for rank in record["ranks"])
     TESTS[script].assert_same_numbers(result, reference)
-    if yaml in ONE_PROCESS:  # as on a CPU, dp is the baseline
+    if count == 1:  # as on a CPU, dp is the baseline
         assert result.losses == reference.losses
 
 
