@@ -856,7 +856,6 @@ def describe_run(run: Run) -> dict:
     args = run.args
     strategy = run.strategy
     state = run.accelerator.state
-    options = {}
     if strategy.startswith("zero"):
         options = dict(state.deepspeed_plugin.deepspeed_config["zero_optimization"])
     else:
@@ -939,7 +938,8 @@ def write_record(run: Run, status: str):
         "rank": run.accelerator.process_index,
         "host": os.uname().nodename,
         "device_name": device_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        # The launcher's, which its ranks share: one itself may be pinned to some of them.
+        "cores": len(os.sched_getaffinity(os.getppid())),
         "real": age(),
         "user": used.user,
         "sys": used.system,
