@@ -22,6 +22,7 @@ import train_bert_squad
 from planning import memory
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
+NO_RECORDS = "", "[]", '{"workload": {}, "device_name": 3}'
 SIZES = {"40GB": 40e9, "40 gb": 40e9, "16000MB": 16e9, "1TB": 1e12}
 SIZES |= {"1.5GiB": 1.5 * 2**30, "512MiB": 2**29}
 DEEPER = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
@@ -44,11 +45,8 @@ def fit_says(monkeypatch, capsys):
 
 
 def rows_of(text):
-    return [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|") and "--" not in line
-    ]
+    lines = [line for line in text.splitlines() if line.startswith("|") and "--" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
@@ -69,12 +67,9 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
 
 def test_the_table_of_the_page_is_what_is_printed(fit_says):
     """Whatever page it is on: that of a BERT with 26.9 million parameters."""
-    [pasted] = [
-        block
-        for page in (ROOT / "docs").rglob("*.md")
-        for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
-        if " parameters, 2 x 900 MB" in block
-    ]
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    blocks = re.findall(r"^```text\n(.*?)^```", pages, re.M | re.S)
+    [pasted] = [block for block in blocks if " parameters, 2 x 900 MB" in block]
     sizes = "hidden_size=256,num_hidden_layers=24,num_attention_heads=4,intermediate_size=1024"
     words = f"900MB --config_overrides {sizes} --max_seq_length 96 --dropout 0"
     _, out = fit_says(*words.split(), "--per_device_train_batch_size", "16")
@@ -120,9 +115,7 @@ def test_memory_is_read(text, size):
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
         ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
-        ("FILE", "", "FILE is no record of a run"),
-        ("FILE", "[]", "FILE is no record of a run"),
-        ("FILE", '{"workload": {}, "device_name": 3}', "FILE is no record of a run"),
+        *(("FILE", text, "FILE is no record of a run") for text in NO_RECORDS),
     ],
 )
 def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
@@ -239,10 +232,8 @@ def parts_and_rungs(text):
     above, below = text.split("Try next")
     parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
     rungs = re.findall(r"^ *([\d,]+|not known)  (.*)$", below, re.M)
-    return (
-        {name: int(size.replace(",", "")) for name, size in parts.items()},
-        {name: saved.replace(",", "") for saved, name in rungs},
-    )
+    sizes = {name: int(size.replace(",", "")) for name, size in parts.items()}
+    return sizes, {name: saved.replace(",", "") for saved, name in rungs}
 
 
 def explained(strategy, options=None, peak=0, work=None, **changes):
@@ -252,10 +243,8 @@ def explained(strategy, options=None, peak=0, work=None, **changes):
     record |= {"activation_checkpointing": True, "device_name": "NVIDIA H200"}
     record["parameters"] = 25 * 10**6
     record["workload"] = {"sequence_length": 384, "precision": "no"} | (work or {})
-    record["ranks"] = [
-        {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak},
-        {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0},
-    ]
+    first = {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak}
+    record["ranks"] = [first, {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]
     text = "\n".join(memory.explain_run(record | changes))
     return *parts_and_rungs(text), text
 

@@ -22,17 +22,16 @@ from reporting import comparing, pictures, records, runs, sentences, splitting, 
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 GPU = {"device_name": "NVIDIA H200"}
+OTHER_WORK = {"dataset": "mnist", "model": "lstm-128", "samples": 640, "epochs": 5}
 NO_PEAK = {"rank": 0, "host": "n", "peak_memory_mb": None, "real": 1.0, "user": 1.0, "sys": 1.0}
 NUMBERS = itertools.count(100)
 
 
 def run_report(*words, draw=False):
     """report.py's main() in this process, which has imported all; pictures only if they count."""
-    plot_work = report.plot_work if draw else lambda *_: {}
-    with (
-        mock.patch.object(sys, "argv", ["report.py", *map(str, words)]),
-        mock.patch.object(report, "plot_work", plot_work),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report.py", *map(str, words)])
+        patch.setattr(report, "plot_work", report.plot_work if draw else lambda *_: {})
         report.main()
 
 
@@ -93,11 +92,6 @@ def rows_in(text, column):
     return {}
 
 
-def cells_of(row):
-    """What a row of Details has beside its strategy, shape, batch and global batch."""
-    return [*row.values()][2:]
-
-
 def first_page(text):
     """The sentences of a report's only workload: at most five."""
     shown = text.split("\n\n")[2]
@@ -125,20 +119,17 @@ def test_medians_speedups_and_the_median_run(tmp_path):
     runs |= named("d1 ddp 2 55", nodes=2, work={"compute_dtype": "no"})  # as without it
     rows, text = report_of(tmp_path, **runs)
     assert list(rows) == ["b2", "d2"] and "1m58.544s" in text
-    shown = cells_of(rows_in(text, "median run")["ddp", "2 x 1"])
+    shown = [*rows_in(text, "median run")["ddp", "2 x 1"].values()][2:]
     assert shown[:6] == "3 750.00 85.3 60.00 55.00-80.00 70.0".split()
     assert shown[6:] == ["501", "repeats differ by 42%", "d2", "d2.log"]
-    shown = cells_of(rows_in(text, "sure")["ddp", "2 x 1"])
+    shown = [*rows_in(text, "sure")["ddp", "2 x 1"].values()][2:]
     assert shown == "100.00 60.00 1.67 1.25-1.82 83% 1.67 faster".split()
 
 
 @pytest.mark.parametrize(
     "changes, name",
     [
-        ({"work": {"dataset": "mnist"}}, "dataset"),
-        ({"work": {"model": "lstm-128"}}, "model"),
-        ({"work": {"samples": 640}}, "samples"),
-        ({"work": {"epochs": 5}}, "epochs"),
+        *(({"work": {name: value}}, name) for name, value in OTHER_WORK.items()),
         ({"work": {"precision": "bf16"}}, "precision, compute_dtype"),
         ({"threads": 1}, "threads"),
         ({"work": {"compute_dtype": "bf16"}}, "compute_dtype"),
@@ -222,7 +213,8 @@ def report_by_hand(times):
     """The workload of times that were taken by hand, as {strategy: seconds}; on two devices, but
     for the baseline.
     """
-    work, taken = runs.Work("by hand"), []
+    work = runs.Work("by hand")
+    taken = []
     for name, of_name in times.items():
         setting = runs.Setting(name, 1, 1 if name == "baseline" else 2)
         for number, seconds in enumerate(of_name):
@@ -260,11 +252,10 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     runs |= named("offload fsdp 2 80", strategy_options=both)
     runs |= named("keep fsdp 2 50", strategy_options=free)
     rows, text = report_of(tmp_path / "all", **runs)
-    shown = "base baseline 1 1.0, again baseline 1 0.8, ddp ddp 1 2.0, anew ddp 1 1.25, "
-    shown += (
-        "plain fsdp 2 1.25, other fsdp 1 1.25, keep fsdp_keep 1 2.0, offload fsdp_offload 1 1.25"
-    )
-    assert shown_in(rows, "strategy", "repeats", "speedup") == set(shown.split(", "))
+    shown = {"base baseline 1 1.0", "again baseline 1 0.8", "ddp ddp 1 2.0", "anew ddp 1 1.25"}
+    shown |= {"plain fsdp 2 1.25", "other fsdp 1 1.25", "keep fsdp_keep 1 2.0"}
+    shown |= {"offload fsdp_offload 1 1.25"}
+    assert shown_in(rows, "strategy", "repeats", "speedup") == shown
     assert '| fsdp #1 (state_dict_type: "FULL")' in text and "| fsdp #2 (state_dict_type: n" in text
     assert "| FSDP keep " in text and "| FSDP #2 " in text
     assert "version" not in text and "| ddp  " in text and "| ddp, recomputing  " in text
@@ -472,17 +463,13 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
         "Mind: no result of ZeRO-3 on 2 x 2.",
     ):
         assert words in first_page(text)
-    assert rows_in(text, "DDP") == {
-        ("1 x 2", "64"): {
-            "DP": "needs two GPUs",
-            "DDP": "55.0 s, 1.82×, 91 %",
-            "FSDP": "71.0 s, 1.41×, 70 %",
-            "ZeRO-2": "72.0 s, 1.39×, 69 %",
-            "ZeRO-3": "111.0 s, 0.90×, 45 %",
-        },
-        ("2 x 2", ""): dict.fromkeys(("DDP", "ZeRO-2", "FSDP"), "")
-        | {"DP": "needs two GPUs", "ZeRO-3": "no result"},
-    }
+    names = ("DP", "DDP", "FSDP", "ZeRO-2", "ZeRO-3")
+    two = "needs two GPUs; 55.0 s, 1.82×, 91 %; 71.0 s, 1.41×, 70 %; 72.0 s, 1.39×, 69 %"
+    two = [*two.split("; "), "111.0 s, 0.90×, 45 %"]
+    four = ["needs two GPUs", "", "", "", "no result"]
+    cells = {("1 x 2", "64"): dict(zip(names, two, strict=True))}
+    cells |= {("2 x 2", ""): dict(zip(names, four, strict=True))}
+    assert rows_in(text, "DDP") == cells
     shown = first_page(report_of(tmp_path, ddp9=record("ddp", 2, 90))[1])
     assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are the fastest, 1.39 to 1.80" in shown
     assert "Mind: not safe to rely on: DDP on 1 x 2 (repeats differ by" in shown
@@ -577,12 +564,10 @@ def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     assert len(set(pictures.SHADES)) == len(pictures.SHADES) == len(splitting.PARTS)
     keep = {"strategy_options": {"reshard_after_forward": "false"}}
     kinds = {"plain": {}, "again": {"activation_checkpointing": True}, "keep": keep}
-    records = {
-        f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
-        for name, changes in kinds.items()
-        for devices in (1, 2, 4)
-    }
-    records["nodes"] = record("fsdp", 4, 60, nodes=4)
+    records = named("nodes fsdp 4 60", nodes=4)
+    for name, changes in kinds.items():
+        text = f"{name}1 fsdp 1 200, {name}2 fsdp 2 100, {name}4 fsdp 4 50"
+        records |= named(text, **changes)
     axes, _, _ = pictures_of(tmp_path, base=record("baseline"), **records)
     lines = {
         line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
@@ -787,9 +772,7 @@ def test_mfu_by_hand():
         ("NVIDIA H100 NVL", {}, 835e12),
         ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12),
         ("NVIDIA H200", {}, 989e12),
-        ("NVIDIA L40", {}, None),
-        ("NVIDIA GeForce RTX 4090 D", {}, None),
-        ("CPU", {}, None),
+        *((name, {}, None) for name in ("NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "CPU")),
         ("NVIDIA H200", {"layers": None}, None),
         ("NVIDIA H200", {"precision": "fp8"}, None),
     ):
