@@ -23,14 +23,7 @@ sys.path.insert(0, str(ROOT))
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-BESIDE = [
-    "test_lab",
-    "test_exercises",
-    "test_profile_exercise",
-    "test_report_exercise",
-    "test_notebook",
-    "test_elsewhere",
-]
+BESIDE = ["test_lab", "test_exercises", "test_report_exercise", "test_notebook", "test_elsewhere"]
 RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 

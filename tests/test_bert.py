@@ -29,8 +29,7 @@ GLOBAL_BATCH, STEPS = 16, 24  # an epoch has 13
 # These move the logits of all tokens, or of all keys, alike: a softmax does not see that, their
 # gradients are zero but for rounding, and Adam makes steps of a fixed size out of the rounding.
 NO_GRADIENT = re.compile(
-    r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias"
-    r"|attention\.self\.key\.bias"
+    r"qa_outputs\.bias|encoder\.layer\.1\.output\.LayerNorm\.bias|attention\.self\.key\.bias"
 )
 
 
@@ -109,9 +108,8 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
             "zero3": (psi / 2 + whole, psi / 2, psi, psi / 2),
         }[strategy]
         assert whole < 0.02 * psi
-        expected = dict(
-            zip(("parameters", "gradients", "states", "master_copy"), expected, strict=True)
-        )
+        names = ("parameters", "gradients", "states", "master_copy")
+        expected = dict(zip(names, expected, strict=True))
         for name, size in expected.items():
             most = size * 1.01 + cut * ((strategy, name) == ("zero2", "gradients"))
             assert size * 0.99 <= held[name] <= most, f"rank {rank}: {name}"
@@ -124,16 +122,8 @@ def test_each_rank_holds_what_the_strategy_says(strategy, runs):
 @pytest.mark.slow
 def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
     results = [baseline, *(runs(strategy) for strategy in STRATEGIES)]
-    answers = run(
-        [
-            sys.executable,
-            "tests/reload.py",
-            QUESTIONS,
-            "128",
-            "32",
-            *(str(result.folder) for result in results),
-        ]
-    )
+    words = [sys.executable, "tests/reload.py", QUESTIONS, "128", "32"]
+    answers = run([*words, *(str(result.folder) for result in results)])
     assert answers.code == 0, answers.err
     for result, reloaded in zip(results, json.loads(answers.out.splitlines()[-1]), strict=True):
         assert reloaded == predictions(result)
@@ -167,10 +157,9 @@ def test_the_best_by_validation_loss_is_kept(strategy, runs):
     """And `from_pretrained` loads it, whole."""
     result = runs(strategy)
     losses = [float(found) for found in re.findall(r"validation loss ([\d.]+)", result.out)]
-    model, loading = BertForQuestionAnswering.from_pretrained(
-        result.folder / "best", output_loading_info=True
-    )
-    assert not any(loading.values()) and AutoTokenizer.from_pretrained(result.folder / "best")
+    best = result.folder / "best"
+    model, loading = BertForQuestionAnswering.from_pretrained(best, output_loading_info=True)
+    assert not any(loading.values()) and AutoTokenizer.from_pretrained(best)
     last_is_best = losses[1] < losses[0]
     for name, weight in model.state_dict().items():
         if name in result.weights and "qa_outputs" in name:
@@ -183,9 +172,8 @@ def test_the_best_by_validation_loss_is_kept(strategy, runs):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """strategy -> the Result of a run with dropout that nothing happened to."""
-    return cache(
-        lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *flags(dropout=0.1))
-    )
+    words = flags(dropout=0.1)
+    return cache(lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *words))
 
 
 def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
@@ -287,12 +275,9 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
     data = ROOT / "tests" / "data" / "squad_v2.json"
     words = [*TINY, "--train_file", data, "--validation_file", data, "--version_2_with_negative"]
     result = launch("ddp", SCRIPT, tmp_path, *words, "--dropout", 0, "--num_epochs", 25)
-    questions = [
-        qa
-        for article in json.loads(data.read_text())["data"]
-        for part in article["paragraphs"]
-        for qa in part["qas"]
-    ]
+    articles = json.loads(data.read_text())["data"]
+    paragraphs = [part for article in articles for part in article["paragraphs"]]
+    questions = [qa for part in paragraphs for qa in part["qas"]]
     answers = predictions(result)
     empty = {qa["id"] for qa in questions if qa["is_impossible"]}
     assert len(empty) == 24 and sum(answers[question] == "" for question in empty) >= 20
@@ -307,11 +292,9 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     """
     few = ["--max_train_steps", 8, "--max_eval_samples", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
-    for strategy, precision, dynamo, rel in (
-        *((name, "bf16", "no", 0.05) for name in STRATEGIES[1:]),
-        ("ddp", "bf16", "eager", 0.05),
-        ("fsdp", "no", "eager", 1e-5),
-    ):
+    kinds = [(name, "bf16", "no", 0.05) for name in STRATEGIES[1:]]
+    kinds += [("ddp", "bf16", "eager", 0.05), ("fsdp", "no", "eager", 1e-5)]
+    for strategy, precision, dynamo, rel in kinds:
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
         folder = tmp_path / (strategy + precision)
         result = launch(strategy, SCRIPT, folder, *flags(8), *few, launcher=launcher)
@@ -342,11 +325,9 @@ def test_every_width_is_compiled_once(tmp_path):
 def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     """SQuAD v1.1 and a pretrained encoder, four steps."""
     squad = real_data / "squad"
-    real = [
-        *("--model_name_or_path", real_data / "minilm", "--train_file", squad / "train.json"),
-        *("--validation_file", squad / "dev.json", "--max_train_samples", 64, "--dropout", 0),
-        *"--max_eval_samples 16 --max_train_steps 4 --per_device_train_batch_size".split(),
-    ]
+    real = ["--model_name_or_path", real_data / "minilm", "--train_file", squad / "train.json"]
+    real += ["--validation_file", squad / "dev.json", "--max_train_samples", 64, "--dropout", 0]
+    real += "--max_eval_samples 16 --max_train_steps 4 --per_device_train_batch_size".split()
     reference = launch("baseline", SCRIPT, tmp_path / "baseline", *real, 8)
     metrics = reference.record["metrics"]
     for strategy in STRATEGIES:

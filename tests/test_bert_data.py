@@ -25,6 +25,10 @@ import train_mnist_rnn
 
 SCRIPT = "train_bert_squad.py"
 DATA = ROOT / "tests" / "data"
+FORM = " is not in SQuAD's form, at "
+TOO_LITTLE = "tokens for its context, which must be more than --doc_stride 60"
+NOT_TEXT = {"text": 5}, {"text": None}, {"question": None}, {"context": None}
+LACKING = "the weights of {} lack 16 parameters, such as bert.encoder.layer.2."
 V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_bert"
 
 
@@ -62,27 +66,18 @@ def nested(text="Rosa", start=0, drop=None, context="Rosa built a mill.", **more
         (nested(answers=[]), ": question q1 has no answer: add --version_2_with_negative"),
         (nested(is_impossible=True), ": question q1 has no answer: add --version_2_with_negative"),
         ({"data": nested()["data"] * 2}, ": question q1 is there twice"),
-        (nested(drop="answers"), " is not in SQuAD's form, at question q1: KeyError('answers')"),
-        (
-            nested(drop="answer_start"),
-            " is not in SQuAD's form, at question q1: KeyError('answer_s",
-        ),
-        (nested(drop="id"), " is not in SQuAD's form, at question None: KeyError('id')"),
-        (nested(drop="data"), " is not in SQuAD's form, at its top: KeyError('data')"),
-        (nested(start="x"), " is not in SQuAD's form, at question q1: ValueError("),
-        (nested(start=math.inf), " is not in SQuAD's form, at question q1: OverflowError("),
-        (nested(text=5), " is not in SQuAD's form, at question q1: AttributeError("),
-        (nested(text=None), " is not in SQuAD's form, at question q1: AttributeError("),
-        (nested(question=None), " is not in SQuAD's form, at question q1: AttributeError("),
-        (nested(context=None), " is not in SQuAD's form, at question q1: AttributeError("),
-        (nested(text="\ud83d"), " is not in SQuAD's form, at question q1: UnicodeEncodeError("),
-        ([1, 2], " is not in SQuAD's form, at its top: TypeError("),
-        ("[" * 100_000, " is not in SQuAD's form, at its top: RecursionError("),
-        (
-            '{"data": [',
-            " is not in SQuAD's form, at its top: JSONDecodeError('Expecting value: line",
-        ),
-        (b"\xff\xfe\x00", " is not in SQuAD's form, at its top: UnicodeDecodeError('utf-8'"),
+        (nested(drop="answers"), f"{FORM}question q1: KeyError('answers')"),
+        (nested(drop="answer_start"), f"{FORM}question q1: KeyError('answer_s"),
+        (nested(drop="id"), f"{FORM}question None: KeyError('id')"),
+        (nested(drop="data"), f"{FORM}its top: KeyError('data')"),
+        (nested(start="x"), f"{FORM}question q1: ValueError("),
+        (nested(start=math.inf), f"{FORM}question q1: OverflowError("),
+        *((nested(**fault), f"{FORM}question q1: AttributeError(") for fault in NOT_TEXT),
+        (nested(text="\ud83d"), f"{FORM}question q1: UnicodeEncodeError("),
+        ([1, 2], f"{FORM}its top: TypeError("),
+        ("[" * 100_000, f"{FORM}its top: RecursionError("),
+        ('{"data": [', f"{FORM}its top: JSONDecodeError('Expecting value: line"),
+        (b"\xff\xfe\x00", f"{FORM}its top: UnicodeDecodeError('utf-8'"),
         ({"data": []}, " has no questions"),
     ],
     ids=lambda value: str(value)[-40:],
@@ -113,9 +108,7 @@ def features(cache, tokenizer):
 
 def test_spans_where_characters_and_tokens_do_not_match():
     """A tokenizer makes several tokens of some characters (Hangul), and none of others."""
-    offsets = np.array(
-        [[0, 0], [0, 3], [0, 0], [0, 1], [0, 1], [0, 1], [1, 3], [3, 4], [5, 8], [0, 0]]
-    )
+    offsets = [(0, 0), (0, 3), (0, 0), (0, 1), (0, 1), (0, 1), (1, 3), (3, 4), (5, 8), (0, 0)]
     for text, start, span in (
         ("x", 0, (3, 5)),
         ("xyz", 0, (3, 6)),
@@ -126,7 +119,7 @@ def test_spans_where_characters_and_tokens_do_not_match():
         ("", 0, (0, 0)),
     ):
         answers = {"text": [text] * bool(text), "answer_start": [start] * bool(text)}
-        assert script.find_span(offsets, 3, answers) == span, text
+        assert script.find_span(np.array(offsets), 3, answers) == span, text
 
 
 @pytest.mark.parametrize("ranks, accumulation", [(1, 1), (2, 3)])
@@ -134,25 +127,16 @@ def test_tokens_are_those_of_the_batches(features, ranks, accumulation):
     """What the record says is what every rank reads, batch by batch, also after a resume."""
     parts = ranks * accumulation
     size, first, steps = 4 * parts, 3, 2 * (len(features) // (4 * parts)) - 1
-    run = Namespace(
-        global_batch_size=size,
-        batch_size=4 * ranks,
-        epochs=2,
-        progress=script.Progress(steps),
-        accelerator=Namespace(num_processes=ranks),
-        args=Namespace(seed=5),
-        clock=Namespace(seconds={"train": 2.5}),
-        warm_step=first,
-        warm_seconds=0.5,
-    )
+    sizes = {"global_batch_size": size, "batch_size": 4 * ranks, "epochs": 2}
+    warm = {"warm_step": first, "warm_seconds": 0.5, "progress": script.Progress(steps)}
+    given = {"accelerator": Namespace(num_processes=ranks), "args": Namespace(seed=5)}
+    run = Namespace(**sizes, **warm, **given, clock=Namespace(seconds={"train": 2.5}))
     sampler, masks = script.EpochSampler(features.lengths, size, 5), []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
         ids = list(sampler)
-        masks += [
-            features.__getitems__(ids[i : i + 4])[0]["attention_mask"]
-            for i in range(0, len(ids), 4)
-        ]
+        batches = [ids[i : i + 4] for i in range(0, len(ids), 4)]
+        masks += [features.__getitems__(batch)[0]["attention_mask"] for batch in batches]
     masks = masks[: steps * parts]
     tokens, places = [mask.sum().item() for mask in masks], sum(mask.numel() for mask in masks)
     assert script.describe_tokens(features, run) == {
@@ -178,11 +162,8 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
     assert again.table["input_ids"][:] == first.table["input_ids"][:]
     for name in ("start", "end"):
         assert torch.equal(again.columns[name], first.columns[name])
-    others = [
-        load(options(max_seq_length=80)),
-        load(options(doc_stride=16)),
-        load(questions=questions[1:]),
-    ]
+    others = [load(options(max_seq_length=80)), load(options(doc_stride=16))]
+    others.append(load(questions=questions[1:]))
     before = script.tokenize
     with monkeypatch.context() as changes:  # another source
         changes.setattr(script, "tokenize", lambda *args, **options: before(*args, **options))
@@ -223,10 +204,8 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     assert order.shape == (200, 10) and len(set(order.flatten().tolist())) == 2_000  # 5 are dropped
     assert torch.equal(order, epoch_order(0, 0))
     assert lengths[order[0]].max() == lengths[order].max(), "the longest comes first"
-    batches = [
-        {frozenset(batch) for batch in epoch_order(*which).tolist()}
-        for which in ((0, 0), (0, 1), (7, 0))
-    ]
+    orders = [epoch_order(*which) for which in ((0, 0), (0, 1), (7, 0))]
+    batches = [{frozenset(batch) for batch in order.tolist()} for order in orders]
     assert len(set.union(*batches)) == 600, "another seed or epoch has other batches"
     spread = (lengths[order].amax(1) - lengths[order].amin(1)).float()
     assert spread.mean() < 15  # of 354
@@ -240,11 +219,9 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     [
         ("The Green Heron!", ["green heron"], (100, 100), (100, 100)),  # case, punctuation, article
         ("another apple", ["apple"], (0, 200 / 3), (0, 200 / 3)),  # "an" only as a word of its own
-        # the best of several answers
-        ("the cat sat", ["cat", "the cat sat down"], (0, 80), (0, 80)),
+        ("the cat sat", ["cat", "the cat sat down"], (0, 80), (0, 80)),  # the best of several
         ("sea - water", ["sea-water"], (0, 0), (0, 0)),  # punctuation is deleted, not a space
-        # words count as often as they occur
-        ("the the dog dog", ["dog"], (0, 200 / 3), (0, 200 / 3)),
+        ("the the dog dog", ["dog"], (0, 200 / 3), (0, 200 / 3)),  # a word counts each time
         ("Zoë  Carter\n", ["zoë carter"], (100, 100), (100, 100)),
         ("watchmakers’ guild", ["watchmakers guild"], (0, 50), (0, 50)),  # not ASCII's punctuation
         ("blue", ["red"], (0, 0), (0, 0)),
@@ -258,10 +235,8 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
 )
 def test_scores_follow_the_official_rules(prediction, references, v1, v2):
     """By v1.1, and by v2.0. Another question has a wrong answer: scores are means."""
-    questions = [
-        {"id": "asked", "answers": {"text": references}},
-        {"id": "other", "answers": {"text": ["red"]}},
-    ]
+    asked = {"id": "asked", "answers": {"text": references}}
+    questions = [asked, {"id": "other", "answers": {"text": ["red"]}}]
     for version_2, expected in ((False, v1), (True, v2)):
         if expected:
             answers = {"other": "blue", "asked": prediction}
@@ -304,10 +279,7 @@ def refused(monkeypatch, tmp_path, *flags):
         (LOCAL + "--train_file /no.json --validation_file x", "cannot read /no.json: No such file"),
         (LOCAL + "--train_file V2 --validation_file V2", "add --version_2_with_negative if this"),
         (LOCAL + FILES + "--max_seq_length 513", "513 is more than the 512 positions of"),
-        (
-            LOCAL + FILES + "--max_seq_length 64 --doc_stride 60",
-            "tokens for its context, which must be more than --doc_stride 60",
-        ),
+        (LOCAL + FILES + "--max_seq_length 64 --doc_stride 60", TOO_LITTLE),
         (LOCAL + FILES + "--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10"),
         (LOCAL + FILES + "--per_device_train_batch_size 500", "the global batch of 500"),
         (FILES + "--model_name_or_path a/b/c", "cannot load a/b/c: "),
@@ -340,11 +312,7 @@ def model_folder(tmp_path, drop=None, **config):
         (None, {"model_type": "roberta"}, "{} is a roberta model with a "),
         (None, {"vocab_size": 100}, "{} is a bert model with a BertTokenizer of 341 tokens"),
         (None, {"hidden_size": 64}, "cannot load the model {}"),
-        (
-            None,
-            {"num_hidden_layers": 3},
-            "the weights of {} lack 16 parameters, such as bert.encoder.layer.2.",
-        ),
+        (None, {"num_hidden_layers": 3}, LACKING),
         (None, {"tokenizer_class": "ByT5Tokenizer"}, "{} is a bert model with a ByT5Tokenizer"),
     ],
 )
@@ -402,10 +370,8 @@ def test_the_default_model_and_data_come_from_the_hub_once(tmp_path, request):
         rows.to_parquet(squad / "plain_text" / f"{split}-00000-of-00001.parquet")
     (squad / "README.md").write_text(SQUAD_CARD)
     with hub.serve(root) as address:
-        prepared = run(
-            [sys.executable, SCRIPT, "--prepare_data_only"],
-            env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address},
-        )
+        online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        prepared = run([sys.executable, SCRIPT, "--prepare_data_only"], env=online)
     assert prepared.code == 0 and "132 training questions and" in prepared.out, prepared.err
     home = Path(os.environ["HF_HOME"])  # that of all tests
     for folder in [*home.glob("*/*google-bert*"), *home.glob("*/*rajpurkar*")]:
@@ -440,9 +406,8 @@ def test_help_lists_the_flags_of_the_page(script, monkeypatch, capsys):
         script.parse_args()
     shown = capsys.readouterr().out
     rows = table_of((ROOT / "docs" / "scripts.md").read_text(), "flag ")[1:]
-    flags = [
-        flag for names, text in rows if other not in text for flag in re.findall(r"--\w+", names)
-    ]
+    own = " ".join(names for names, text in rows if other not in text)
+    flags = re.findall(r"--\w+", own)
     assert len(flags) >= 9 and all(re.search(rf"^  {flag}\b", shown, re.M) for flag in flags)
     monkeypatch.setattr(sys, "argv", ["script"])
     assert script.parse_args().collective_timeout == 1800

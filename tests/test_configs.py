@@ -14,25 +14,14 @@ from conftest import ROOT, RUNGS, STRATEGIES
 CONFIGS = ROOT / "accelerate_configs"
 YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
 # Where the run takes place, and what is a hyper-parameter; the first two have no effect anyway.
-FORBIDDEN = set(
-    """rdzv_backend same_network machine_rank num_machines main_process_ip
-    main_process_port gpu_ids use_cpu tpu_name tpu_zone gradient_accumulation_steps
-    gradient_clipping""".split()
-)
+FORBIDDEN = """rdzv_backend same_network machine_rank num_machines main_process_ip main_process_port
+    gpu_ids use_cpu tpu_name tpu_zone gradient_accumulation_steps gradient_clipping""".split()
 RECOMPUTES = "fsdp_activation_checkpointing"  # with other dropout masks: preserve_rng_state=False
-FSDP_VARIANTS = {
-    "fsdp_keep": {"fsdp_reshard_after_forward": False},
-    "fsdp_offload": {"fsdp_offload_params": True},
-}  # they differ in one option
-SECTIONS = {
-    "fsdp_config": "fsdp_",
-    "deepspeed_config": "",
-    "dynamo_config": "dynamo_",
-    "parallelism_config": "parallelism_config_",
-}
-HSDP = dict.fromkeys(
-    ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"), 2
-)
+FSDP_VARIANTS = {"fsdp_keep": {"fsdp_reshard_after_forward": False}}
+FSDP_VARIANTS["fsdp_offload"] = {"fsdp_offload_params": True}  # they differ in one option
+SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
+SECTIONS["parallelism_config"] = "parallelism_config_"
+HSDP = {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}
 # DeepSpeed says nothing of a top-level key that it does not know. A JSON may have these and no
 # other, with these values.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # the script's
@@ -41,11 +30,8 @@ JSON_VALUES = dict.fromkeys(AUTO, "auto") | {
     "gradient_clipping": 0.0,  # none, where accelerate and DeepSpeed have a default of 1
     "timers": {"throughput": {"enabled": False}},  # it would stop the GPU at every step
 }
-JSON_KEYS = {
-    *JSON_VALUES,
-    "zero_optimization",
-    "zero_force_ds_cpu_optimizer",
-}  # off: torch's AdamW works on a CPU, uncompiled
+# The last one is off: torch's AdamW works on a CPU, uncompiled.
+JSON_KEYS = {*JSON_VALUES, "zero_optimization", "zero_force_ds_cpu_optimizer"}
 
 
 def faults(text):
@@ -61,15 +47,14 @@ def faults(text):
             keys.add(key)
             found += [f"{section}.{key} is ignored by accelerate launch"] * (name not in flags)
             found += [f"{name} is wrong"] * (name == RECOMPUTES and value is not False)
-    found += [f"{key} does not belong into a YAML" for key in FORBIDDEN & keys]
+    found += [f"{key} does not belong into a YAML" for key in keys.intersection(FORBIDDEN)]
     if config["distributed_type"] != "NO" and "num_processes" not in config:
         found.append("num_processes is missing: accelerate launch would refuse to start")
     if config["distributed_type"] == "DEEPSPEED":
         file = str(config["deepspeed_config"].get("deepspeed_config_file"))
         found += [f"deepspeed_config_file: {file} is not there"] * (not (ROOT / file).is_file())
-        found += ["accelerate refuses mixed_precision beside a JSON"] * (
-            "mixed_precision" in config
-        )
+        both = "accelerate refuses mixed_precision beside a JSON"
+        found += [both] * ("mixed_precision" in config)
     return found
 
 
@@ -78,18 +63,11 @@ def json_faults(config):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    return (
-        [f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
-        + [
-            f"DeepSpeed has no zero_optimization.{key}"
-            for key in set(config["zero_optimization"]) - known
-        ]
-        + [
-            f"{key} is not {value}"
-            for key, value in JSON_VALUES.items()
-            if config.get(key) != value
-        ]
-    )
+    zero = set(config["zero_optimization"])
+    found = [f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
+    found += [f"DeepSpeed has no zero_optimization.{key}" for key in zero - known]
+    wrong = [key for key, value in JSON_VALUES.items() if config.get(key) != value]
+    return found + [f"{key} is not {JSON_VALUES[key]}" for key in wrong]
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
@@ -112,9 +90,8 @@ def test_yaml_holds_the_strategy_only(path):
 
 
 def test_there_is_one_yaml_a_strategy():
-    assert sorted(path.stem for path in YAMLS) == sorted(
-        ["baseline", "dp", "hsdp", *STRATEGIES, *RUNGS]
-    )
+    names = ["baseline", "dp", "hsdp", *STRATEGIES, *RUNGS]
+    assert sorted(path.stem for path in YAMLS) == sorted(names)
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
@@ -140,6 +117,8 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
 
 
 ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config: "
+FILE = "deepspeed_config_file"
+UNKNOWN = "DeepSpeed has no zero_optimization.overlap_co"
 
 
 @pytest.mark.parametrize(
@@ -152,19 +131,13 @@ ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config: "
         ("fsdp_config: {fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
         ("deepspeed_config: {gradient_clipping: 1}", "gradient_clipping does not belong"),
         (f"fsdp_config: {{{RECOMPUTES}: true}}", f"{RECOMPUTES} is wrong"),
-        (
-            f"{ZERO}{{deepspeed_config_file: zero9.json}}",
-            "deepspeed_config_file: zero9.json is not",
-        ),
-        (f"{ZERO}{{zero3_init_flag: false}}", "deepspeed_config_file: None is not"),
+        (f"{ZERO}{{{FILE}: zero9.json}}", f"{FILE}: zero9.json is not"),
+        (f"{ZERO}{{zero3_init_flag: false}}", f"{FILE}: None is not"),
         (f"{ZERO}{{}}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
         ({"train_batch_size": 64}, "train_batch_size does not belong"),
         ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu is not auto"),
         ({"gradient_clipping": 1.0}, "gradient_clipping is not 0.0"),
-        (
-            {"zero_optimization": {"overlap_com": True}},
-            "DeepSpeed has no zero_optimization.overlap_co",
-        ),
+        ({"zero_optimization": {"overlap_com": True}}, UNKNOWN),
         ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
         ({"timers": {}}, "timers is not"),
         ({"bf16": {"enabled": True}}, "bf16 is not"),

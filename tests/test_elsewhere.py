@@ -49,14 +49,9 @@ class Place:
 
     def run(self, *command):
         """Exit code, output and errors of a command."""
-        done = subprocess.run(
-            [*self.wrap, *map(str, command)],
-            cwd=self.root,
-            env=os.environ | self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=300,
-        )
+        words = [*self.wrap, *map(str, command)]
+        options = {"cwd": self.root, "env": os.environ | self.env, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(words, **options, capture_output=True, timeout=300)
         texts = (text.decode(self.encoding) for text in (done.stdout, done.stderr))
         return done.returncode, *(text.replace("\r\n", "\n") for text in texts)
 
@@ -101,37 +96,26 @@ def somebody_elses_checkout(folder):
     home.mkdir(mode=0o555)
     (folder / "tmp").mkdir()
     os.chown(folder / "tmp", user, -1)
-    env = make_locale(folder, "de_DE", "ISO-8859-1") | {
-        "PYTHONUTF8": "0",
-        "HOME": str(home),
-        "HF_HOME": f"{folder}/work/cache",
-        "TMPDIR": f"{folder}/tmp",
+    env = {"PYTHONUTF8": "0", "HOME": str(home), "HF_HOME": f"{folder}/work/cache"}
+    env |= make_locale(folder, "de_DE", "ISO-8859-1") | {"TMPDIR": f"{folder}/tmp"}
+    wrap = [*namespaces(f"{show_cpu(folder, AMD)} && hostname {HOST}"), *become(user)]
+    proof = {
+        "os.geteuid()": user,
+        "os.access(os.environ['HOME'], os.W_OK)": False,
+        "locale.getpreferredencoding(False)": "ISO-8859-1",
+        "locale.localeconv()['decimal_point']": ",",
+        "socket.gethostname()": HOST,
+        "'Milan' in open('/proc/cpuinfo').read()": True,
     }
 
     def check(record, printed):
         assert record["device_name"] == f"CPU ({CPU})" and record["ranks"][0]["host"] == HOST
-        command = ["env", "--unset=HF_HOME", sys.executable, *BERT]
-        code, _, problem = place.run(*command)
+        code, _, problem = place.run("env", "--unset=HF_HOME", sys.executable, *BERT)
         assert code == 1 and problem.count("\n") == 1, problem
         assert problem.startswith(f"error: cannot write to {home}/")
 
-    place = Place(
-        [*namespaces(f"{show_cpu(folder, AMD)} && hostname {HOST}"), *become(user)],
-        env,
-        {
-            "os.geteuid()": user,
-            "os.access(os.environ['HOME'], os.W_OK)": False,
-            "locale.getpreferredencoding(False)": "ISO-8859-1",
-            "locale.localeconv()['decimal_point']": ",",
-            "socket.gethostname()": HOST,
-            "'Milan' in open('/proc/cpuinfo').read()": True,
-        },
-        BERT,
-        root=root,
-        owner=user,
-        encoding="iso8859-1",
-        check=check,
-    )
+    words = {"root": root, "owner": user, "encoding": "iso8859-1", "check": check}
+    place = Place(wrap, env, proof, BERT, **words)
     return place
 
 
@@ -149,41 +133,27 @@ def a_service_in_a_small_container(folder):
                 (tools / tool.name).symlink_to(tool)
     core = min(os.sched_getaffinity(0))
     empty = ["env", "-i", f"PATH={tools}", f"TMPDIR={tmp}", "LC_ALL=C", "TZ=NPT-5:45"]
+    no_input = ["sh", "-c", 'exec "$@" <&-', "sh"]
     setup = f"mount -t tmpfs -o size=64m,noexec,mode=1777 tmpfs {shlex.quote(str(tmp))}"
     setup += f" && {show_cpu(folder, ARM)} && ip link set lo up"
 
     def check(record, printed):
         assert record["device_name"] == f"CPU ({os.uname().machine})"
 
-    return Place(
-        [
-            *namespaces(setup, "--net"),
-            *become(user),
-            "taskset",
-            "--cpu-list",
-            str(core),
-            *empty,
-            "sh",
-            "-c",
-            'exec "$@" <&-',
-            "sh",
-        ],
-        {},
-        {
-            "os.geteuid()": user,
-            "os.environ.get('HOME')": None,
-            "sys.stdin": None,
-            "time.localtime().tm_gmtoff": 20700,
-            "os.sched_getaffinity(0)": {core},
-            "(shutil.which('c++'), shutil.which('gcc'))": (None, None),
-            "os.path.ismount(tempfile.gettempdir())": True,
-            "'asimd' in open('/proc/cpuinfo').read()": True,
-            "[name for _, name in socket.if_nameindex()]": ["lo"],
-        },
-        strategy="zero3",
-        owner=user,
-        check=check,
-    )
+    wrap = [*namespaces(setup, "--net"), *become(user), "taskset", "--cpu-list", str(core)]
+    proof = {
+        "os.geteuid()": user,
+        "os.environ.get('HOME')": None,
+        "sys.stdin": None,
+        "time.localtime().tm_gmtoff": 20700,
+        "os.sched_getaffinity(0)": {core},
+        "(shutil.which('c++'), shutil.which('gcc'))": (None, None),
+        "os.path.ismount(tempfile.gettempdir())": True,
+        "'asimd' in open('/proc/cpuinfo').read()": True,
+        "[name for _, name in socket.if_nameindex()]": ["lo"],
+    }
+    wrap += empty + no_input
+    return Place(wrap, {}, proof, strategy="zero3", owner=user, check=check)
 
 
 def a_terminal_in_turkish(folder):
@@ -200,17 +170,11 @@ os.sched_setaffinity = lambda pid, cores: open(notes, "a").write(f"{{[*cores]}}\
         assert asked == ["[0, 1, 2, 3]", "[4, 5, 6, 7]"], asked
 
     program = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-    return Place(
-        [sys.executable, "-c", program, "sh", "-c", 'stty cols 80 rows 24 && exec "$@"', "sh"],
-        make_locale(folder, "tr_TR", "UTF-8") | {"TERM": "dumb", "PYTHONPATH": str(folder)},
-        {
-            "sys.stdout.isatty()": True,
-            "locale.localeconv()['decimal_point']": ",",
-            "os.cpu_count()": 8,
-        },
-        out="ığüşİ",
-        check=check,
-    )
+    wrap = [sys.executable, "-c", program]
+    wrap += ["sh", "-c", 'stty cols 80 rows 24 && exec "$@"', "sh"]
+    env = make_locale(folder, "tr_TR", "UTF-8") | {"TERM": "dumb", "PYTHONPATH": str(folder)}
+    proof = {"sys.stdout.isatty()": True, "locale.localeconv()['decimal_point']": ","}
+    return Place(wrap, env, proof | {"os.cpu_count()": 8}, out="ığüşİ", check=check)
 
 
 PLACES = [somebody_elses_checkout, a_service_in_a_small_container, a_terminal_in_turkish]
@@ -229,19 +193,17 @@ def report_of(place, folder, examples):
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
     assert report in printed and len(list((folder / "report").glob("*.svg"))) > 7
-    return [
-        section.split("\n", 1)[1] for section in report.split("\n## ") if "in common: " in section
-    ]
+    sections = [text for text in report.split("\n## ") if "in common: " in text]
+    return [section.split("\n", 1)[1] for section in sections]
 
 
 @pytest.fixture(scope="module")
 def usual(example_records, tmp_path_factory):
     """{script: the Result of an ordinary run}, and the sections of the report of both."""
     folder = tmp_path_factory.mktemp("usual")
-    runs = {
-        flags[0]: launch("ddp", flags[0], folder / "runs" / flags[0], *flags[1:])
-        for flags in (MNIST, BERT)
-    }
+    runs = {}
+    for script, *flags in (MNIST, BERT):
+        runs[script] = launch("ddp", script, folder / "runs" / script, *flags)
     return runs, report_of(Place([], {}, {}), folder, example_records)
 
 

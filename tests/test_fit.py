@@ -22,6 +22,11 @@ import train_bert_squad
 from planning import memory
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
+NO_RECORDS = "", "[]", '{"workload": {}, "device_name": 3}'
+SIZES = {"40GB": 40e9, "40 gb": 40e9, "16000MB": 16e9, "1TB": 1e12}
+SIZES |= {"1.5GiB": 1.5 * 2**30, "512MiB": 2**29}
+DEEPER = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+PARTS = "parameters", "gradients", "optimizer states"
 
 
 @pytest.fixture
@@ -40,11 +45,8 @@ def fit_says(monkeypatch, capsys):
 
 
 def rows_of(text):
-    return [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|") and "--" not in line
-    ]
+    lines = [line for line in text.splitlines() if line.startswith("|") and "--" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
@@ -65,24 +67,12 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
 
 def test_the_table_of_the_page_is_what_is_printed(fit_says):
     """Whatever page it is on: that of a BERT with 26.9 million parameters."""
-    [pasted] = [
-        block
-        for page in (ROOT / "docs").rglob("*.md")
-        for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
-        if " parameters, 2 x 900 MB" in block
-    ]
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    blocks = re.findall(r"^```text\n(.*?)^```", pages, re.M | re.S)
+    [pasted] = [block for block in blocks if " parameters, 2 x 900 MB" in block]
     sizes = "hidden_size=256,num_hidden_layers=24,num_attention_heads=4,intermediate_size=1024"
-    _, out = fit_says(
-        "900MB",
-        "--config_overrides",
-        sizes,
-        "--max_seq_length",
-        "96",
-        "--dropout",
-        "0",
-        "--per_device_train_batch_size",
-        "16",
-    )
+    words = f"900MB --config_overrides {sizes} --max_seq_length 96 --dropout 0"
+    _, out = fit_says(*words.split(), "--per_device_train_batch_size", "16")
     rows, printed = rows_of(pasted), rows_of(out)
     assert len(rows) > 6 and all(row in printed for row in rows)
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
@@ -98,17 +88,7 @@ def test_commands_of_readme_and_of_the_docstring_work(fit_says):
     assert done.code == 0 and done.out == fit_says("40GB")[1]
 
 
-@pytest.mark.parametrize(
-    "text, size",
-    [
-        ("40GB", 40e9),
-        ("40 gb", 40e9),
-        ("1.5GiB", 1.5 * 2**30),
-        ("16000MB", 16e9),
-        ("512MiB", 2**29),
-        ("1TB", 1e12),
-    ],
-)
+@pytest.mark.parametrize("text, size", SIZES.items())
 def test_memory_is_read(text, size):
     assert fit.read_memory(text) == size
 
@@ -135,9 +115,7 @@ def test_memory_is_read(text, size):
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
         ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
-        ("FILE", "", "FILE is no record of a run"),
-        ("FILE", "[]", "FILE is no record of a run"),
-        ("FILE", '{"workload": {}, "device_name": 3}', "FILE is no record of a run"),
+        *(("FILE", text, "FILE is no record of a run") for text in NO_RECORDS),
     ],
 )
 def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
@@ -155,11 +133,7 @@ def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
     [
         ("bert-base", {}, PSI),
         ("bert-large", {}, 334_094_338),
-        (
-            str(ROOT / "tests" / "data" / "tiny_bert"),
-            {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8},
-            None,
-        ),
+        (str(ROOT / "tests" / "data" / "tiny_bert"), DEEPER, None),
     ],
 )
 def test_parameters_are_those_of_transformers(name, changes, known):
@@ -169,11 +143,8 @@ def test_parameters_are_those_of_transformers(name, changes, known):
         model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes | heads))
     total, embeddings, layer, _ = memory.count_parameters(sizes)
     parts = model, model.bert.embeddings, model.bert.encoder.layer[0]
-    assert [sum(weight.numel() for weight in part.parameters()) for part in parts] == [
-        total,
-        embeddings,
-        layer,
-    ]
+    counted = [sum(weight.numel() for weight in part.parameters()) for part in parts]
+    assert counted == [total, embeddings, layer]
     assert known in (None, total)
 
 
@@ -203,19 +174,12 @@ class Live(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize(
-    "yaml, precision, again",
-    [
-        ("baseline", "no", False),
-        ("baseline", "bf16", True),
-        ("ddp", "no", True),
-        ("ddp", "bf16", False),
-    ],
-)
-def test_the_total_is_the_peak_of_a_step_of_bert_base(yaml, precision, again, batch=8, width=384):
+@pytest.mark.parametrize("words", ["baseline no", "baseline bf16 AC", "ddp no AC", "ddp bf16"])
+def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384):
     """Its tensors have sizes and no contents, so this takes no memory. A second micro-batch finds
     all gradients there, as DDP does. Attention has no dropout: with it, a CPU keeps the scores.
     """
+    yaml, precision, *again = words.split()
     with FakeTensorMode(), Live() as live:
         model = transformers.BertForQuestionAnswering(
             transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
@@ -237,8 +201,8 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(yaml, precision, again, ba
                 train_bert_squad.span_losses(logits, spans, spans).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    total = memory.memory_of(yaml, BASE, batch, width, 1, precision, again)["total"]
-    print(f"{yaml}, {precision}, checkpointing {again}: counted / formula {live.peak / total:.3f}")
+    total = memory.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
+    print(f"{words}: counted / formula {live.peak / total:.3f}")
     assert live.peak == pytest.approx(total, rel=0.1)
 
 
@@ -246,20 +210,10 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(yaml, precision, again, ba
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_bytes_held_in_bf16_as_counted(strategy, tmp_path):
     """By both ranks of a run, after a backward pass. test_bert.py and test_ladder.py count fp32."""
-    launch(
-        strategy,
-        "train_bert_squad.py",
-        tmp_path / "run",
-        *TINY,
-        "--max_train_steps",
-        3,
-        "--dropout",
-        0,
-        "--max_eval_samples",
-        4,
-        launcher=["--mixed_precision", "bf16"],
-        env={"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"},
-    )
+    few = [*TINY, "--max_train_steps", 3, "--dropout", 0, "--max_eval_samples", 4]
+    env = {"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"}
+    bf16 = ["--mixed_precision", "bf16"]
+    launch(strategy, "train_bert_squad.py", tmp_path / "run", *few, launcher=bf16, env=env)
     for rank in (0, 1):
         held = json.loads((tmp_path / f"bytes_{rank}.json").read_text())
         formula = memory.bytes_held(strategy, sum(held.pop("sizes")), 2, "bf16")
@@ -273,81 +227,56 @@ def test_the_settings_are_those_of_the_jsons():
         assert zero.get("stage3_max_live_parameters", memory.LIVE) == memory.LIVE
 
 
-PARTS = "parameters", "gradients", "optimizer states"
-
-
 def parts_and_rungs(text):
     """{part: MB} and {what to try: MB}, as fit.py prints them of a record."""
     above, below = text.split("Try next")
     parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
     rungs = re.findall(r"^ *([\d,]+|not known)  (.*)$", below, re.M)
-    return (
-        {name: int(size.replace(",", "")) for name, size in parts.items()},
-        {name: saved.replace(",", "") for saved, name in rungs},
-    )
+    sizes = {name: int(size.replace(",", "")) for name, size in parts.items()}
+    return sizes, {name: saved.replace(",", "") for saved, name in rungs}
 
 
 def explained(strategy, options=None, peak=0, work=None, **changes):
     """`parts_and_rungs` of a record, and the whole text."""
-    record = {
-        "strategy": strategy.split("_")[0],
-        "strategy_options": options or {},
-        "devices": 4,
-        "per_device_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "parameters": 25 * 10**6,
-        "activation_checkpointing": True,
-        "device_name": "NVIDIA H200",
-        "workload": {"sequence_length": 384, "precision": "no"} | (work or {}),
-        "ranks": [
-            {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak},
-            {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0},
-        ],
-    }
+    record = {"strategy": strategy.split("_")[0], "strategy_options": options or {}, "devices": 4}
+    record |= {"per_device_batch_size": 1, "gradient_accumulation_steps": 1}
+    record |= {"activation_checkpointing": True, "device_name": "NVIDIA H200"}
+    record["parameters"] = 25 * 10**6
+    record["workload"] = {"sequence_length": 384, "precision": "no"} | (work or {})
+    first = {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak}
+    record["ranks"] = [first, {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]
     text = "\n".join(memory.explain_run(record | changes))
     return *parts_and_rungs(text), text
 
 
 @pytest.mark.parametrize(
-    "name, options, parts, rungs, host",
+    "name, parts, rungs, host",
     [
-        ("ddp", {}, (100, 100, 200), {"fsdp_keep": 200, "fsdp": 300, "fsdp_offload": 400}, 0),
-        ("zero3", {}, (25, 25, 75), {"fsdp": 25, "fsdp_offload": 125, "twice": 62}, 0),
-        (
-            "fsdp_keep",
-            {"reshard_after_forward": "false"},
-            (25, 25, 50),
-            {"fsdp": 100, "fsdp_offload": 200, "twice": 50},
-            0,
-        ),  # it has 100 MB gathered besides
-        (
-            "zero2_offload",
-            {"offload_optimizer": {"device": "cpu"}},
-            (100, 0, 0),
-            {"fsdp_offload": 100},
-            100,
-        ),
-        ("fsdp_offload", {"offload_params": "true"}, (0, 0, 0), {}, 100),
+        ("ddp", (100, 100, 200), {"fsdp_keep": 200, "fsdp": 300, "fsdp_offload": 400}, 0),
+        ("zero3", (25, 25, 75), {"fsdp": 25, "fsdp_offload": 125, "twice": 62}, 0),
+        # it has 100 MB gathered besides
+        ("fsdp_keep", (25, 25, 50), {"fsdp": 100, "fsdp_offload": 200, "twice": 50}, 0),
+        ("zero2_offload", (100, 0, 0), {"fsdp_offload": 100}, 100),
+        ("fsdp_offload", (0, 0, 0), {}, 100),
     ],
 )
-def test_what_a_run_held_and_what_to_try_next(name, options, parts, rungs, host):
+def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     """MB of parameters, gradients and states of 25 million parameters on 4 GPUs, and what each
     rung saves, of a run that ended.
     """
-    held, tried, text = explained(name, options, peak=1000)
-    assert list(held.items()) == [
-        ("libraries and data", 7),
-        *zip(PARTS, parts, strict=True),
-        ("activations and all else", 993 - sum(parts)),
-        ("total", 1000),
-    ]
-    assert {
-        re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(saved) for rung, saved in tried.items()
-    } == rungs
+    options = {"fsdp_keep": {"reshard_after_forward": "false"}}
+    options |= {"fsdp_offload": {"offload_params": "true"}}
+    options |= {"zero2_offload": {"offload_optimizer": {"device": "cpu"}}}
+    held, tried, text = explained(name, options.get(name), peak=1000)
+    expected = {"libraries and data": 7} | dict(zip(PARTS, parts, strict=True))
+    expected |= {"activations and all else": 993 - sum(parts), "total": 1000}
+    assert list(held.items()) == list(expected.items())
+    saved = {re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(mb) for rung, mb in tried.items()}
+    assert saved == rungs
     assert bool(rungs) != ("a smaller model, or a device with more memory" in text)
     assert "rank 0 held at its peak" in text and "not known" not in text
     assert (f"the host holds {host} MB" in text) == bool(host)
-    held, tried, _ = explained(name, options, peak=1000, device_name="CPU (x)")
+    held, tried, _ = explained(name, options.get(name), peak=1000, device_name="CPU (x)")
     assert "offload" not in " ".join(tried) and held.get("offloaded", 0) == host
 
 
@@ -359,10 +288,8 @@ def test_what_a_run_needs_that_died():
     assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
     _, tried, text = explained("baseline", per_device_batch_size=9, activation_checkpointing=None)
-    assert list(tried.items())[0] == (
-        "--per_device_train_batch_size 1 --gradient_accumulation_steps 9",
-        "not known",
-    )
+    first = "--per_device_train_batch_size 1 --gradient_accumulation_steps 9"
+    assert list(tried.items())[0] == (first, "not known")
     assert "no formula here knows those of this model" in text and "--activation_ch" not in text
 
 

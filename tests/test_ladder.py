@@ -91,9 +91,8 @@ def test_hsdp_resumes_on_other_sizes(runs, tmp_path):
     shutil.rmtree(sorted((folder / "checkpoints").glob("step_*"))[-1])
     one = ["--parallelism_config_dp_replicate_size", "1"]
     words = ["hsdp", SCRIPT, folder, *flags(8), *CLIPPED, "--resume"]
-    assert (
-        "must be the number of processes, 2" in launch(*words, processes=2, ok=False).error_line()
-    )
+    line = launch(*words, processes=2, ok=False).error_line()
+    assert "must be the number of processes, 2" in line
     resumed = launch(*words, processes=2, launcher=one)
     assert resumed.record["resumed_from"] and (folder / "best").is_dir()
     assert resumed.losses == pytest.approx(runs("baseline").losses, rel=1e-5)
@@ -129,10 +128,8 @@ def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(climbed):
     for name in ("libraries and data", "total"):
         assert parts.pop(name) > 0 < seen.pop(name)
     assert parts.items() <= seen.items()
-    ended = {
-        path.parent.name: json.loads(path.read_text())["status"]
-        for path in climbed.folder.glob("runs/ladder/*/run.json")
-    }
+    paths = climbed.folder.glob("runs/ladder/*/run.json")
+    ended = {path.parent.name: json.loads(path.read_text())["status"] for path in paths}
     assert ended.pop("1-ddp") == "running" and set(ended.values()) == {"completed"}
 
 
@@ -145,13 +142,8 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
         {row[0]: row[6] for row in table_of(text, "MB")}
         for text in climbed.out.split("parameters, 2 x 900 MB")[1:4]
     )
-    said = {
-        "1-ddp": at_once["ddp"],
-        "2-accumulate": in_four["ddp"],
-        "3-recompute": again["ddp"],
-        "4-fsdp_keep": again["fsdp_keep"],
-        "5-fsdp": again["fsdp"],
-    }
+    said = {"1-ddp": at_once["ddp"], "2-accumulate": in_four["ddp"], "3-recompute": again["ddp"]}
+    said |= {"4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}
     rows = {name.strip("`"): more for name, *more in table_of(PAGE, "run ")[1:]}
     assert {name: total.split(" + ")[0] for name, (_, total, _) in rows.items()} == said
     assert rows.pop("1-ddp")[2] == "out of memory"

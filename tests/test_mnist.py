@@ -12,7 +12,6 @@ import pty
 import re
 import shutil
 import struct
-import sys
 import termios
 import threading
 import time
@@ -22,16 +21,18 @@ import pytest
 import torch
 import torchvision
 import warm
+from accelerate.utils import TorchDynamoPlugin
 from conftest import ROOT, STRATEGIES, environment, launch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_mnist_resume import assert_near, ids_seen
+from test_mnist_resume import assert_near, ids_seen, main_with, slow
 
 import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
 GLOBAL_BATCH, STEPS = 64, 44  # two epochs
 DIGITS = ["--dataset", "digits"]
+BATCH = "--dataset digits --per_device_train_batch_size"
 
 
 def flags(micro_batch, accumulation=1):
@@ -166,12 +167,6 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path)
     assert re.search(rb"\r.*\d+%\|.*/44 ", shown), shown
 
 
-def main_with(monkeypatch, *flags):
-    """Run the script's `main` in this process."""
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, flags)])
-    script.main(script.parse_args())
-
-
 def test_a_log_has_a_line_now_and_then(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "SYNC_SECONDS", 0)
     main_with(monkeypatch, *DIGITS, "--max_train_steps", 3, "--output_dir", tmp_path)
@@ -196,10 +191,7 @@ def test_every_sample_once_an_epoch_and_in_another_order_in_each(baseline):
         ("--checkpointing_steps 0", "--checkpointing_steps must be greater than 0"),
         ("--dropout 1", "--dropout must be less than 1"),
         ("--dataset cifar", "invalid choice: 'cifar'"),
-        (
-            "--dataset digits --per_device_train_batch_size 1438",
-            "global batch of 1438 is more than",
-        ),
+        (f"{BATCH} 1438", "global batch of 1438 is more than"),
     ],
 )
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
@@ -215,11 +207,7 @@ NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0
 @pytest.mark.parametrize(
     "flags, env, pattern",
     [
-        (
-            "--dataset digits --per_device_train_batch_size 719",
-            {},
-            "global batch of 1438 is more than all samples",
-        ),
+        (f"{BATCH} 719", {}, "global batch of 1438 is more than all samples"),
         ("--dataset digits --output_dir FOLDER/file/run", {}, "Not a directory: 'FOLDER/file/run"),
         (
             "--data_dir FOLDER/data",
@@ -266,9 +254,7 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, usable, sentence, 
         script.refuse_wrong_yaml("dp", args)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)]
-)  # DeepSpeed has groups of its own
+@pytest.mark.parametrize("strategy", ["ddp", *slow("zero2")])  # DeepSpeed has groups of its own
 def test_a_hang_ends_by_the_collective_timeout(strategy, tmp_path):
     env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "HANG 1 5"}
     words = [SCRIPT, tmp_path / "run", *DIGITS, "--collective_timeout", 5]
@@ -312,11 +298,8 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, monkeypatch,
     assert train_x[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
 
     # Half unpacked: one line. Without the half, it is unpacked again.
-    for name, size in (
-        ("t10k-labels-idx1-ubyte", 0),
-        ("t10k-labels-idx1-ubyte", 3),
-        ("train-images-idx3-ubyte", -1),
-    ):
+    labels = "t10k-labels-idx1-ubyte"
+    for name, size in ((labels, 0), (labels, 3), ("train-images-idx3-ubyte", -1)):
         (raw / name).write_bytes((raw / name).read_bytes()[:size])
         with pytest.raises(SystemExit, match=f"^error: cannot read MNIST: .* in {raw}, or "):
             script.read_images(args)
@@ -324,7 +307,7 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, monkeypatch,
         assert len(script.read_images(args)) == 4
 
     # A corrupt download is made anew where there is a network; elsewhere it is named, and kept.
-    half = raw / "t10k-labels-idx1-ubyte.gz"
+    half = raw / f"{labels}.gz"
     for network in (True, False):
         half.write_bytes(b"half of a downl")
         for file in raw.glob("*-ubyte"):
@@ -335,3 +318,48 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match=f"^error: .*Error downloading {half.name}"):
         script.read_images(args)
     assert half.read_bytes() == b"half of a downl"
+
+
+# -------- workarounds: a test that fails says: look whether one can go. That FSDP is a matter of
+# GPUs to accelerate has the version beside it, in `connect`.
+
+
+PROBE = """
+import datetime, os, torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from deepspeed.ops import __compatible_ops__
+from torch.distributed import distributed_c10d
+
+__compatible_ops__["deepspeed_shm_comm"] = False
+timeout, cpu = datetime.timedelta(seconds=123), torch.device("cpu")
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timeout)])
+model, loader = torch.nn.Linear(4, 4), torch.utils.data.DataLoader(torch.zeros(8, 4), 2)
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+options = [group._get_backend(cpu).options for group in distributed_c10d._world.pg_map]
+accelerator.print(sorted({option._timeout.total_seconds() for option in options}), flush=True)
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+def test_deepspeeds_groups_have_a_timeout_of_their_own(tmp_path):
+    (tmp_path / "probe.py").write_text(PROBE)
+    assert "[123.0, 1800.0]" in launch("zero2", tmp_path / "probe.py", tmp_path).out
+
+
+def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
+    """What the launcher sets is False, and torch's own default is None."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    assert TorchDynamoPlugin().dynamic is False
+
+
+def test_dataparallels_threads_forget_the_dtype_of_autocast():
+    """A thread finds CUDA's default, fp16. So `refuse_wrong_yaml` refuses bf16 under dp."""
+    before, found = torch.get_autocast_dtype("cuda"), []
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))
+    thread.start()
+    thread.join()
+    torch.set_autocast_dtype("cuda", before)
+    assert found == [torch.float16]

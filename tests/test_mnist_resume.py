@@ -47,6 +47,12 @@ def spied(strategy, folder, *flags, ok=True, **env):
     return launch(strategy, SCRIPT, folder, *FLAGS, *flags, env=env, ok=ok)
 
 
+def main_with(monkeypatch, *flags):
+    """Run the script's `main` in this process."""
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, flags)])
+    script.main(script.parse_args())
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """strategy -> the Result of a run that nothing happened to."""
@@ -73,10 +79,8 @@ def assert_near(result, reference, rel, atol, leave_out="(?!)"):
     record, weights = result.record, [result.weights[n] - reference.weights[n] for n in names]
     loss = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
     weight = max(difference.abs().max().item() for difference in weights)
-    print(
-        f"{record['strategy']}, accumulation {record['gradient_accumulation_steps']}: "
-        f"relative loss {loss:.1e}, absolute weights {weight:.1e}"
-    )
+    work = f"{record['strategy']}, accumulation {record['gradient_accumulation_steps']}"
+    print(f"{work}: relative loss {loss:.1e}, absolute weights {weight:.1e}")
 
 
 def assert_same_end(result, reference):
@@ -118,14 +122,12 @@ def test_resume_after_sigkill_is_exact(strategy, undisturbed, tmp_path):
 @pytest.mark.parametrize(
     "strategy, spy, step",
     [
-        # Several in the first step
-        ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 1),
+        ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 1),  # several in the first step
         # Ctrl-C, which all processes in a terminal receive; the ranks meet at the next checkpoint
         ("ddp", {"SPY_SIGNAL": "SIGINT all 29"}, 35),
         pytest.param("zero2", {"SPY_SIGNAL": "SIGUSR1 0 24"}, 28, marks=SLOW),
         pytest.param("zero3", {"SPY_SAVE": "SIGTERM 2"}, 21, marks=SLOW),  # while 0 saves step 14
-        # In the evaluation, before which its checkpoint was saved
-        pytest.param("fsdp", {"SPY_EVAL": "SIGTERM 1 0"}, 22, marks=SLOW),
+        pytest.param("fsdp", {"SPY_EVAL": "SIGTERM 1 0"}, 22, marks=SLOW),  # in the evaluation
     ],
 )
 def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, tmp_path):
@@ -163,12 +165,10 @@ def test_a_run_killed_in_its_evaluation_evaluates_again(undisturbed, tmp_path):
 
 def fake_run(folder, step=0, settings=None):
     """As much of a Run as a checkpoint needs."""
-    return SimpleNamespace(
-        folder=folder,
-        args=SimpleNamespace(resume=True),
-        settings=settings or {"seed": 0},
-        progress=script.Progress(step),
-    )
+    progress = script.Progress(step)
+    args = SimpleNamespace(resume=True)
+    settings = settings or {"seed": 0}
+    return SimpleNamespace(folder=folder, args=args, settings=settings, progress=progress)
 
 
 @pytest.fixture
@@ -201,15 +201,8 @@ def breaking(last, calls, name, original):
     return call
 
 
-CALLS = [
-    (Path, "rename"),
-    (Path, "replace"),
-    (Path, "write_text"),
-    (Path, "unlink"),
-    (Path, "mkdir"),
-    (shutil, "rmtree"),
-    (os, "fsync"),
-]
+CALLS = [(Path, name) for name in ("rename", "replace", "write_text", "unlink", "mkdir")]
+CALLS += [(shutil, "rmtree"), (os, "fsync")]
 
 
 def test_kill_at_any_call_of_the_file_system_leaves_whole_checkpoints(save, tmp_path, capsys):
@@ -502,9 +495,8 @@ def test_best_is_the_model_of_the_epoch_that_scored_best(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, forbidden)
     flags = "--dataset digits --num_epochs 3 --per_device_train_batch_size 700 --output_dir".split()
     for more in ([], ["--resume"]):
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *flags, str(tmp_path), *more])
         with contextlib.suppress(SystemExit):
-            script.main(script.parse_args())
+            main_with(monkeypatch, *flags, tmp_path, *more)
         gc.collect()  # the lock of a run that broke down
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "completed"
     best = load_file(tmp_path / "best" / "model.safetensors")
@@ -514,9 +506,8 @@ def test_best_is_the_model_of_the_epoch_that_scored_best(tmp_path, monkeypatch):
 
 def test_an_evaluation_without_a_number_is_no_best_one(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "evaluate", lambda *args: float("nan"))
-    flags = ["--dataset", "digits", "--num_epochs", "1", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
+    flags = ["--dataset", "digits", "--num_epochs", 1, "--output_dir", tmp_path]
     with pytest.raises(SystemExit, match="error: the evaluation after step 22 gave .*nan"):
-        script.main(script.parse_args())
+        main_with(monkeypatch, *flags)
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
     assert not (tmp_path / "best").exists()

@@ -18,19 +18,10 @@ from planning import links, prediction, traffic
 from reporting import splitting
 
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
-BASE = {
-    "layers": 12,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "positions": 512,
-    "tensors": None,
-}
-OPTIONS = {
-    "reduce_bucket_size": 10e6,
-    "stage3_prefetch_bucket_size": 10e6,
-    "stage3_max_live_parameters": 30e6,
-    "stage3_param_persistence_threshold": 1e4,
-}
+BASE = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072}
+BASE |= {"positions": 512, "tensors": None}
+OPTIONS = {"reduce_bucket_size": 10e6, "stage3_prefetch_bucket_size": 10e6}
+OPTIONS |= {"stage3_max_live_parameters": 30e6, "stage3_param_persistence_threshold": 1e4}
 EXAMPLE = ROOT / "docs" / "results" / "report-cpu"
 
 
@@ -50,13 +41,11 @@ def test_the_collectives_of_bert_base():
     tensors = parts.words + parts.others + sum(parts.layers, []) + parts.head
     assert tensors == [(len(weight), weight[0].numel()) for weight in weights]
     flat = [weight.numel() for weight in weights]
-    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(
-        weights[::-1], [2**20, 25 * 2**20]
-    )
+    assign = torch.distributed._compute_bucket_assignment_by_size
+    buckets, _ = assign(weights[::-1], [2**20, 25 * 2**20])
     sizes = [4 * sum(flat[::-1][i] for i in bucket) for bucket in buckets]
-    assert len(sizes) == 13 and count("ddp", parts, 8) == Counter(
-        ("all_reduce", size) for size in sizes
-    )
+    reduced = Counter(("all_reduce", size) for size in sizes)
+    assert len(sizes) == 13 and count("ddp", parts, 8) == reduced
     names = Counter(name for name, _ in count("fsdp", parts, 4).elements())
     assert names == {"all_gather": 27, "reduce_scatter": 14}
     large = [size for size, _ in reversed(traffic.backward_tensors(parts)) if size > 1e4]
@@ -79,13 +68,9 @@ def test_zero_pieces_by_hand():
     assert count("zero2", parts, 4, options=one_each) == pieces | {("all_gather", 4000): 1}
     buckets = Counter(("all_reduce", 4 * size) for size in (300, 300, 400))
     assert count("zero2", parts, 4, options=options) == buckets | {("all_gather", 4000): 1}
-    assert count("zero3", parts, 4, options=options) == {
-        ("all_gather", 1600): 1,
-        ("all_gather", 1200): 2,
-        ("reduce_scatter", 1200): 2,
-        ("reduce_scatter", 1600): 1,
-        ("all_reduce", 8): 1,
-    }
+    calls = {("all_gather", 1600): 1, ("all_gather", 1200): 2, ("all_reduce", 8): 1}
+    calls |= {("reduce_scatter", 1600): 1, ("reduce_scatter", 1200): 2}
+    assert count("zero3", parts, 4, options=options) == calls
 
 
 def test_a_line_and_the_seconds_of_a_collective_by_hand():
@@ -148,17 +133,8 @@ def rows_of(path):
 def remade(tmp_path_factory):
     """The example report, made anew from its records."""
     folder = tmp_path_factory.mktemp("example")
-    done = run(
-        [
-            sys.executable,
-            "report.py",
-            EXAMPLE / "records.tar.xz",
-            "--predict",
-            "8",
-            "--output_dir",
-            folder,
-        ]
-    )
+    words = [EXAMPLE / "records.tar.xz", "--predict", "8", "--output_dir", folder]
+    done = run([sys.executable, "report.py", *words])
     assert done.code == 0, done.err
     return folder
 
@@ -170,25 +146,18 @@ def test_the_example_report_is_what_its_records_give(remade):
             assert cell == new[name] or float(cell) == pytest.approx(float(new[name])), name
     old, made = (path.read_text() for path in (EXAMPLE / "report.md", remade / "report.md"))
     assert old.split() == made.split()
-    shown, misses = (
-        [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in text.splitlines()
-            if re.search(r" [-+]\d+% *\|$", line)
-        ]
-        for text in ((EXAMPLE / "README.md").read_text(), made)
-    )
+    pages = (EXAMPLE / "README.md").read_text(), made
+    tables = [re.findall(r"^\|(.* [-+]\d+%) *\|$", page, re.M) for page in pages]
+    shown, misses = ([[cell.strip() for cell in row.split("|")] for row in rows] for rows in tables)
     assert [row[1:] for row in shown] == [[row[0], *row[2:]] for row in misses] and misses
 
 
 def test_the_intervals_of_the_docs_hold(remade):
     """They have nine of ten of the measured cells that docs/results shows, and are narrow."""
     rows = rows_of(remade / "report.csv") + rows_of(ROOT / "docs/results/links-cpu/links.csv")
-    cells = [
-        [float(row[name]) for name in ("step_seconds", *splitting.PREDICTED)]
-        for row in rows
-        if row["predicted_step_seconds"]
-    ]
+    names = ("step_seconds", *splitting.PREDICTED)
+    predicted = [row for row in rows if row["predicted_step_seconds"]]
+    cells = [[float(row[name]) for name in names] for row in predicted]
     inside = sum(low <= measured <= high for measured, _, low, high in cells)
     widths = [(high - low) / 2 / step for _, step, low, high in cells]
     assert len(cells) >= 35 and inside >= 0.9 * len(cells) and statistics.median(widths) <= 0.25

@@ -22,48 +22,46 @@ from reporting import comparing, pictures, records, runs, sentences, splitting, 
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 GPU = {"device_name": "NVIDIA H200"}
+OTHER_WORK = {"dataset": "mnist", "model": "lstm-128", "samples": 640, "epochs": 5}
+NO_PEAK = {"rank": 0, "host": "n", "peak_memory_mb": None, "real": 1.0, "user": 1.0, "sys": 1.0}
 NUMBERS = itertools.count(100)
 
 
 def run_report(*words, draw=False):
     """report.py's main() in this process, which has imported all; pictures only if they count."""
-    plot_work = report.plot_work if draw else lambda *_: {}
-    with (
-        mock.patch.object(sys, "argv", ["report.py", *map(str, words)]),
-        mock.patch.object(report, "plot_work", plot_work),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report.py", *map(str, words)])
+        patch.setattr(report, "plot_work", report.plot_work if draw else lambda *_: {})
         report.main()
 
 
-def record(strategy, devices=1, seconds=100.0, nodes=1, batch=32, **changes):
+def record(strategy, devices=1, seconds=100.0, batch=32, nodes=1, **changes):
     """A run record as the scripts leave it, with what the report reads. Other devices have another
     seed, dropout and learning rate, which make no other workload.
     """
     data = {"model": "lstm-64", "dataset": "digits", "samples": 1280, "sequence_length": 8}
     length = {"epochs": 4, "steps": None, "precision": "no"}
     other = {"seed": devices, "dropout": devices / 10, "learning_rate": devices / 100}
-    measured = {"real": 118.544, "sys": 3.25}
-    ranks = [
-        measured | {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
-        for rank in range(devices)
-    ]
-    for rank in ranks:
-        rank["user"] = float(next(NUMBERS))  # or a record is the copy of another one
+    ranks = []
+    for rank in range(devices):
+        own = {"user": float(next(NUMBERS))}  # or a record is the copy of another one
+        own |= {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
+        ranks.append(own | {"real": 118.544, "sys": 3.25})
     end = {"status": "completed", "resumed_from": None, "profiled": False}
     place = {"strategy": strategy, "nodes": nodes, "devices": devices, "ranks": ranks}
     sizes = {"per_device_batch_size": batch, "gradient_accumulation_steps": 1, "parameters": 1000}
-    return {
-        "script": "train_mnist_rnn.py",
-        "device_name": "CPU (x86_64)",
-        "threads": 2,
-        "versions": {"torch": "2.15.0"},
-        "workload": data | length | other | changes.pop("work", {}),
-        "global_batch_size": batch * devices,
-        "samples_per_second": seconds and 5120 / seconds,
-        "seconds": {"train": seconds, "total": seconds + 10},
-        "steps": 5120 // (batch * devices),
-        "loss_history": [[1, 2.3], [2, 2.1]],
-    } | (end | place | sizes | changes)
+    sizes |= {"global_batch_size": batch * devices, "steps": 5120 // (batch * devices)}
+    seen = {"samples_per_second": seconds and 5120 / seconds, "loss_history": [[1, 2.3], [2, 2.1]]}
+    spent = {"seconds": {"train": seconds, "total": seconds + 10}, "versions": {"torch": "2.15.0"}}
+    machine = {"script": "train_mnist_rnn.py", "device_name": "CPU (x86_64)", "threads": 2}
+    work = {"workload": data | length | other | changes.pop("work", {})}
+    return end | place | sizes | seen | spent | machine | work | changes
+
+
+def named(text, **changes):
+    """{name: record} of each "name strategy devices seconds batch" between commas."""
+    words = [part.split() for part in text.split(",")]
+    return {name: record(kind, *map(json.loads, rest), **changes) for name, kind, *rest in words}
 
 
 def report_of(folder, *words, draw=False, **runs):
@@ -78,6 +76,11 @@ def report_of(folder, *words, draw=False, **runs):
         return {row["run"]: row for row in csv.DictReader(file)}, (folder / "report.md").read_text()
 
 
+def shown_in(rows, *columns):
+    """{"run cell cell"} of report.csv, with the cells of these columns."""
+    return {" ".join([run, *map(row.get, columns)]).strip() for run, row in rows.items()}
+
+
 def rows_in(text, column):
     """{(first cell, second one): {column: cell}} of the table that has this column, or {}."""
     for block in text.split("\n\n"):
@@ -87,11 +90,6 @@ def rows_in(text, column):
                 tuple(row[:2]): dict(zip(lines[0][2:], row[2:], strict=True)) for row in lines[2:]
             }
     return {}
-
-
-def cells_of(row):
-    """What a row of Details has beside its strategy, shape, batch and global batch."""
-    return [*row.values()][2:]
 
 
 def first_page(text):
@@ -116,30 +114,22 @@ def event(name, kind, start, end):
 def test_medians_speedups_and_the_median_run(tmp_path):
     """Medians 100 and 60: a speedup of 100 / 60 on two devices."""
     (tmp_path / "d2.log").touch()
-    rows, text = report_of(
-        tmp_path,
-        b1=record("baseline", 1, 90),
-        b2=record("baseline"),
-        d2=record("ddp", 2, 60, 2),
-        b3=record("baseline", 1, 130),
-        d3=record("ddp", 2, 80, 2),
-        d1=record("ddp", 2, 55, 2, work={"compute_dtype": "no"}),
-    )  # as without it
+    runs = named("b1 baseline 1 90, b2 baseline, b3 baseline 1 130")
+    runs |= named("d2 ddp 2 60, d3 ddp 2 80", nodes=2)
+    runs |= named("d1 ddp 2 55", nodes=2, work={"compute_dtype": "no"})  # as without it
+    rows, text = report_of(tmp_path, **runs)
     assert list(rows) == ["b2", "d2"] and "1m58.544s" in text
-    shown = cells_of(rows_in(text, "median run")["ddp", "2 x 1"])
+    shown = [*rows_in(text, "median run")["ddp", "2 x 1"].values()][2:]
     assert shown[:6] == "3 750.00 85.3 60.00 55.00-80.00 70.0".split()
     assert shown[6:] == ["501", "repeats differ by 42%", "d2", "d2.log"]
-    shown = cells_of(rows_in(text, "sure")["ddp", "2 x 1"])
+    shown = [*rows_in(text, "sure")["ddp", "2 x 1"].values()][2:]
     assert shown == "100.00 60.00 1.67 1.25-1.82 83% 1.67 faster".split()
 
 
 @pytest.mark.parametrize(
     "changes, name",
     [
-        ({"work": {"dataset": "mnist"}}, "dataset"),
-        ({"work": {"model": "lstm-128"}}, "model"),
-        ({"work": {"samples": 640}}, "samples"),
-        ({"work": {"epochs": 5}}, "epochs"),
+        *(({"work": {name: value}}, name) for name, value in OTHER_WORK.items()),
         ({"work": {"precision": "bf16"}}, "precision, compute_dtype"),
         ({"threads": 1}, "threads"),
         ({"work": {"compute_dtype": "bf16"}}, "compute_dtype"),
@@ -156,41 +146,21 @@ def test_different_work_is_never_one_speedup(tmp_path, changes, name):
 
 
 def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
-    rows, text = report_of(
-        tmp_path / "cpu",
-        base=record("baseline"),
-        weak=record("ddp", 2, 50),
-        strong=record("ddp", 2, 80, batch=16),
-        neither=record("ddp", 2, 70, batch=8),
-    )
-    assert {run: (row["fixed"], row["speedup"]) for run, row in rows.items()} == {
-        "base": ("itself", "1.0"),
-        "weak": ("batch per device", "2.0"),
-        "strong": ("global batch", "1.25"),
-        "neither": ("", ""),
-    }
+    runs = named("base baseline, weak ddp 2 50, strong ddp 2 80 16, neither ddp 2 70 8")
+    rows, text = report_of(tmp_path / "cpu", **runs)
+    fixed = {"base itself 1.0", "weak batch per device 2.0", "strong global batch 1.25", "neither"}
+    assert shown_in(rows, "fixed", "speedup") == fixed
     weak, strong, other = text.split("**")[2], text.split("**")[4], text.split("without a ")[1]
-    assert [*rows_in(weak, "DDP").values()] == [
-        {"DP": "needs two GPUs", "DDP": "50.0 s, 2.00×, 100 %"}
-    ]
-    assert [*rows_in(strong, "DDP").values()] == [
-        {"DP": "needs two GPUs", "DDP": "80.0 s, 1.25×, 62 %"}
-    ]
+    for part, cell in ((weak, "50.0 s, 2.00×, 100 %"), (strong, "80.0 s, 1.25×, 62 %")):
+        assert [*rows_in(part, "DDP").values()] == [{"DP": "needs two GPUs", "DDP": cell}]
     assert "baseline, 8 samples per device and step:" in other and "| 70.0 s " in other
     # 156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices.
-    rows, _ = report_of(
-        tmp_path / "uneven",
-        base=record("baseline", batch=8, steps=6 * 19),
-        weak=record("ddp", 2, 50, batch=8, steps=6 * 9),
-        strong=record("fsdp", 2, 50, batch=4, steps=6 * 19),
-    )
+    runs = named("base baseline 1 100 8, strong fsdp 2 50 4", steps=6 * 19)
+    rows, _ = report_of(tmp_path / "uneven", **runs, **named("weak ddp 2 50 8", steps=6 * 9))
     assert [rows[run]["speedup"] for run in ("base", "weak", "strong")] == ["1.0", "", "2.0"]
     # With GPUs, processes have as many threads as Slurm granted.
-    rows, _ = report_of(
-        tmp_path / "gpu",
-        base=record("baseline", threads=4, **GPU),
-        dp=record("dp", 2, 50, threads=8, **GPU),
-    )
+    runs = named("base baseline", threads=4, **GPU) | named("dp dp 2 50", threads=8, **GPU)
+    rows, _ = report_of(tmp_path / "gpu", **runs)
     assert rows["dp"]["speedup"] == "2.0"
 
 
@@ -244,18 +214,13 @@ def report_by_hand(times):
     for the baseline.
     """
     work = runs.Work("by hand")
-    return comparing.find_workloads(
-        [
-            runs.Run(
-                f"{name}{number}",
-                work,
-                runs.Setting(name, 1, 1 if name == "baseline" else 2),
-                figures=runs.Figures(seconds=float(seconds)),
-            )
-            for name, of_name in times.items()
-            for number, seconds in enumerate(of_name)
-        ]
-    )[0]
+    taken = []
+    for name, of_name in times.items():
+        setting = runs.Setting(name, 1, 1 if name == "baseline" else 2)
+        for number, seconds in enumerate(of_name):
+            figures = runs.Figures(seconds=float(seconds))
+            taken.append(runs.Run(f"{name}{number}", work, setting, figures=figures))
+    return comparing.find_workloads(taken)[0]
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])
@@ -277,40 +242,24 @@ def test_claims_are_false_in_five_percent_of_reports_at_most(repeats):
 
 def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     """Recomputing is one: compared with the baseline that keeps its activations."""
-    both, free = (
-        {"reshard_after_forward": value, "offload_params": value, "version": value}
-        for value in ("true", "false")
-    )
+    options = ("reshard_after_forward", "offload_params", "version")
+    both, free = (dict.fromkeys(options, value) for value in ("true", "false"))
     plain = {"reshard_after_forward": "true", "version": "2"}
-    again = {"activation_checkpointing": True}
-    runs = {"again": record("baseline", 1, 125, **again), "anew": record("ddp", 2, 80, **again)}
-    rows, text = report_of(
-        tmp_path / "all",
-        base=record("baseline"),
-        **runs,
-        ddp=record("ddp", 2, 50),
-        other=record("fsdp", 2, 80, strategy_options=plain | {"state_dict_type": "FULL"}),
-        plain=record("fsdp", 2, 80, strategy_options=plain),
-        repeat=record("fsdp", 2, 80, strategy_options=plain),
-        offload=record("fsdp", 2, 80, strategy_options=both),
-        keep=record("fsdp", 2, 50, strategy_options=free),
-    )
-    assert {
-        run: (row["strategy"], row["repeats"], row["speedup"]) for run, row in rows.items()
-    } == {
-        "base": ("baseline", "1", "1.0"),
-        "again": ("baseline", "1", "0.8"),
-        "ddp": ("ddp", "1", "2.0"),
-        "anew": ("ddp", "1", "1.25"),
-        "plain": ("fsdp", "2", "1.25"),
-        "other": ("fsdp", "1", "1.25"),
-        "keep": ("fsdp_keep", "1", "2.0"),
-        "offload": ("fsdp_offload", "1", "1.25"),
-    }
+    again = named("again baseline 1 125, anew ddp 2 80", activation_checkpointing=True)
+    runs = again | named("base baseline, ddp ddp 2 50")
+    runs |= named("other fsdp 2 80", strategy_options=plain | {"state_dict_type": "FULL"})
+    runs |= named("plain fsdp 2 80, repeat fsdp 2 80", strategy_options=plain)
+    runs |= named("offload fsdp 2 80", strategy_options=both)
+    runs |= named("keep fsdp 2 50", strategy_options=free)
+    rows, text = report_of(tmp_path / "all", **runs)
+    shown = {"base baseline 1 1.0", "again baseline 1 0.8", "ddp ddp 1 2.0", "anew ddp 1 1.25"}
+    shown |= {"plain fsdp 2 1.25", "other fsdp 1 1.25", "keep fsdp_keep 1 2.0"}
+    shown |= {"offload fsdp_offload 1 1.25"}
+    assert shown_in(rows, "strategy", "repeats", "speedup") == shown
     assert '| fsdp #1 (state_dict_type: "FULL")' in text and "| fsdp #2 (state_dict_type: n" in text
     assert "| FSDP keep " in text and "| FSDP #2 " in text
     assert "version" not in text and "| ddp  " in text and "| ddp, recomputing  " in text
-    rows, text = report_of(tmp_path / "alone", **runs)
+    rows, text = report_of(tmp_path / "alone", **again)
     assert rows["anew"]["speedup"] == "" and "without --activation_checkpointing." in text
 
 
@@ -326,16 +275,13 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
         (tmp_path / name).write_text(text)
     rows, text = report_of(
         tmp_path,
-        base=record("baseline"),
-        good=record("ddp", 2, 50),
+        **named("base baseline, good ddp 2 50, zero ddp 2 0, nan ddp 2 NaN"),
         odd={"status": 1},
         stopped=record("ddp", 2, status="preempted"),
         failed=record("ddp", 2, status="failed"),
         resumed=record("ddp", 2, resumed_from="x"),
         traced=record("ddp", 2, profiled=True),
         died=record("zero2", 2, 0, status="running", slurm_job_id=7),
-        zero=record("ddp", 2, 0),
-        nan=record("ddp", 2, float("nan")),
         nobody=record("ddp", ranks=[{"peak_memory_mb": 3}]),
     )
     assert list(rows) == ["base", "good"] and "good (" not in text
@@ -396,13 +342,9 @@ def test_copies_failures_and_links_to_folders(tmp_path, capsys):
 
 def paths_of(value, path=()):
     """The places of all values in a record, as tuples of keys."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    children = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        children = enumerate(value)
     return [path, *(place for key, child in children for place in paths_of(child, (*path, key)))]
 
 
@@ -461,13 +403,9 @@ def test_times_are_read_as_people_write_them(tmp_path):
         shown = (tmp_path / "report.md").read_text()
         assert rows_in(shown, "ZeRO-2") == {("1 x 2", "2.5 s, 2.00×, 100 %"): {}}
     assert "t.csv, line 4: 'x' is no time such as 186.6 or 3m6.619s" in shown
-    for text, name in (
-        ("Fully Sharded Data Parallel", "fsdp"),
-        ("Distributed Data-Parallel", "ddp"),
-        ("DeepSpeed ZeRO stage 3 offload", "zero3_offload"),
-        ("Horovod", "horovod"),
-    ):
-        assert times.name_strategy(text) == name
+    names = {"Fully Sharded Data Parallel": "fsdp", "Distributed Data-Parallel": "ddp"}
+    names |= {"DeepSpeed ZeRO stage 3 offload": "zero3_offload", "Horovod": "horovod"}
+    assert {text: times.name_strategy(text) for text in names} == names
 
 
 def test_times_are_read_and_printed_as_time_does():
@@ -476,10 +414,8 @@ def test_times_are_read_and_printed_as_time_does():
     for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s"):
         with pytest.raises(ValueError, match="is no time"):
             times.parse_seconds(text)
-    assert (tables.as_time_prints(118.544), tables.as_time_prints(59.9997)) == (
-        "1m58.544s",
-        "1m0.000s",
-    )
+    printed = [tables.as_time_prints(seconds) for seconds in (118.544, 59.9997)]
+    assert printed == ["1m58.544s", "1m0.000s"]
 
 
 @pytest.mark.parametrize(
@@ -527,17 +463,13 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
         "Mind: no result of ZeRO-3 on 2 x 2.",
     ):
         assert words in first_page(text)
-    assert rows_in(text, "DDP") == {
-        ("1 x 2", "64"): {
-            "DP": "needs two GPUs",
-            "DDP": "55.0 s, 1.82×, 91 %",
-            "FSDP": "71.0 s, 1.41×, 70 %",
-            "ZeRO-2": "72.0 s, 1.39×, 69 %",
-            "ZeRO-3": "111.0 s, 0.90×, 45 %",
-        },
-        ("2 x 2", ""): dict.fromkeys(("DDP", "ZeRO-2", "FSDP"), "")
-        | {"DP": "needs two GPUs", "ZeRO-3": "no result"},
-    }
+    names = ("DP", "DDP", "FSDP", "ZeRO-2", "ZeRO-3")
+    two = "needs two GPUs; 55.0 s, 1.82×, 91 %; 71.0 s, 1.41×, 70 %; 72.0 s, 1.39×, 69 %"
+    two = [*two.split("; "), "111.0 s, 0.90×, 45 %"]
+    four = ["needs two GPUs", "", "", "", "no result"]
+    cells = {("1 x 2", "64"): dict(zip(names, two, strict=True))}
+    cells |= {("2 x 2", ""): dict(zip(names, four, strict=True))}
+    assert rows_in(text, "DDP") == cells
     shown = first_page(report_of(tmp_path, ddp9=record("ddp", 2, 90))[1])
     assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are the fastest, 1.39 to 1.80" in shown
     assert "Mind: not safe to rely on: DDP on 1 x 2 (repeats differ by" in shown
@@ -545,20 +477,12 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
 
 def test_what_costs_the_most_and_what_is_in_doubt(tmp_path):
     check(tmp_path / "check")
-    _, text = report_of(
-        tmp_path,
-        b1=record("baseline", steps=24),
-        d1=record("ddp", 2, 80),
-        other=record("fsdp", 2, 50, steps=12),
-    )
+    runs = named("b1 baseline", steps=24) | named("other fsdp 2 50", steps=12)
+    _, text = report_of(tmp_path, **runs, **named("d1 ddp 2 80"))
     assert "Mind: each cell was measured only once" in first_page(text)
     assert "Missing: a run on one device, with the same strategy and batch per device, of" in text
-    rows, text = report_of(
-        tmp_path,
-        b2=record("baseline", 1, 101, steps=24),
-        one=record("ddp"),
-        d2=record("ddp", 2, 82),
-    )
+    runs = named("b2 baseline 1 101", steps=24) | named("one ddp, d2 ddp 2 82")
+    rows, text = report_of(tmp_path, **runs)
     shown = first_page(text)
     assert "largest cost besides computing: predicted communication for DDP on 1 x 2 (255" in shown
     assert "baseline on 1 x 1 (14 steady steps)" in shown and "measured only once: " in shown
@@ -573,30 +497,16 @@ def test_what_costs_the_most_and_what_is_in_doubt(tmp_path):
         {"steps": 0, "samples_per_second": None},
         GPU | {"work": {"precision": "fp16"}},
         {"script": "x.py", "work": {"sequence_length": None}},
-        {
-            "ranks": [
-                dict.fromkeys(("real", "user", "sys"), 1.0)
-                | {"rank": 0, "host": "n", "peak_memory_mb": None}
-            ]
-        },
+        {"ranks": [NO_PEAK]},
     ],
 )
 def test_a_report_of_what_is_hardly_known(tmp_path, changes):
     """No formula of a strategy, no rate, steps, length or peak, no link, a GPU: nothing breaks."""
     check(tmp_path / "check", processes=16)
     check(tmp_path / "old").write_text('{"nodes": 1, "processes": 1, "collectives": null}')
-    _, text = report_of(
-        tmp_path,
-        "--predict",
-        4,
-        draw=True,
-        base=record("baseline", **changes),
-        one=record("ddp", **changes),
-        two=record("ddp", 2, 60, **changes),
-        dp=record("dp", 2, 60, **changes),
-        alone=record("dp", 1, 99, **changes),
-        again=record("baseline", 1, 120, activation_checkpointing=True, **changes),
-    )
+    runs = named("base baseline, one ddp, two ddp 2 60, dp dp 2 60, alone dp 1 99", **changes)
+    runs |= named("again baseline 1 120", activation_checkpointing=True, **changes)
+    _, text = report_of(tmp_path, "--predict", 4, draw=True, **runs)
     rows = rows_in(text, "unexplained")
     assert "skipped" not in text and "None" not in text
     assert bool(rows) == ("samples_per_second" not in changes)
@@ -619,13 +529,8 @@ def test_bars_start_at_zero_and_carry_their_values_and_the_ideal(tmp_path):
     """For two counts of devices, as on a laptop. The parts of DDP's step are 255 ms too large."""
     check(tmp_path / "check")
     history = [[step, step % 2] for step in range(1, 1201)]
-    axes, rows, text = pictures_of(
-        tmp_path,
-        base=record("baseline", loss_history=history),
-        ddp=record("ddp", 2, 60),
-        one=record("ddp", 1, 120),
-        zero3=record("zero3", 2, 200),
-    )
+    runs = named("ddp ddp 2 60, one ddp 1 120, zero3 zero3 2 200")
+    axes, rows, text = pictures_of(tmp_path, **runs, **named("base baseline", loss_history=history))
     for name, column, form in (("time", "seconds", "{:,.2f}"), ("speedup", "speedup", "{:.2f}")):
         values = [float(row[column]) for row in rows.values()]
         assert [bar.get_width() for bar in axes[name].patches] == values
@@ -659,24 +564,18 @@ def test_lines_tell_every_rung_apart_without_colour(tmp_path):
     assert len(set(pictures.SHADES)) == len(pictures.SHADES) == len(splitting.PARTS)
     keep = {"strategy_options": {"reshard_after_forward": "false"}}
     kinds = {"plain": {}, "again": {"activation_checkpointing": True}, "keep": keep}
-    records = {
-        f"{name}{devices}": record("fsdp", devices, 200 / devices, **changes)
-        for name, changes in kinds.items()
-        for devices in (1, 2, 4)
-    }
-    records["nodes"] = record("fsdp", 4, 60, nodes=4)
+    records = named("nodes fsdp 4 60", nodes=4)
+    for name, changes in kinds.items():
+        text = f"{name}1 fsdp 1 200, {name}2 fsdp 2 100, {name}4 fsdp 4 50"
+        records |= named(text, **changes)
     axes, _, _ = pictures_of(tmp_path, base=record("baseline"), **records)
     lines = {
         line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
         for line in axes["speedup"].lines
     }
-    assert lines.pop("ideal")[2] == [1, 2, 4] and [*lines.values()] == [
-        ("o", 5, [1]),
-        ("^", 5, [1, 2, 4]),
-        ("^", 5, [4]),  # four nodes
-        ("^", 9, [1, 2, 4]),
-        ("<", 5, [1, 2, 4]),
-    ]
+    every = [1, 2, 4]
+    drawn = [("o", 5, [1]), ("^", 5, every), ("^", 5, [4]), ("^", 9, every), ("<", 5, every)]
+    assert lines.pop("ideal")[2] == every and [*lines.values()] == drawn  # the third: four nodes
     assert {"baseline", "FSDP keep", "FSDP", "FSDP, recomputing"} < set(lines)
     assert len(axes["speedup"].collections) == 4  # a band of the repeats for each
 
@@ -701,9 +600,8 @@ def test_pictures_of_many_cells_stay_legible(tmp_path):
     for name, drawn in axes.items():
         figure = drawn.figure
         [legend] = figure.legends
-        assert (
-            len(legend.get_texts()) <= 13 and "more in the table" in legend.get_title().get_text()
-        )
+        title = legend.get_title().get_text()
+        assert len(legend.get_texts()) <= 13 and "more in the table" in title
         figure.canvas.draw()
         box = legend.get_window_extent()
         assert not box.overlaps(drawn.get_window_extent()) and box.width <= figure.bbox.width
@@ -749,18 +647,9 @@ def test_prediction_beside_measurement(tmp_path):
     """
     alone = record("fsdp", 1, 120)
     alone["ranks"][0]["train_cpu"] = 90.0  # another program had a quarter of its core
-    rows, text = report_of(
-        tmp_path / "runs",
-        "--predict",
-        4,
-        "--check",
-        check(tmp_path),
-        base=record("baseline"),
-        one=record("ddp", 1),
-        ddp=record("ddp", 2, 80),
-        fsdp=record("fsdp", 2, 90),
-        alone=alone,
-    )
+    runs = named("base baseline, one ddp, ddp ddp 2 80, fsdp fsdp 2 90") | {"alone": alone}
+    words = ["--predict", 4, "--check", check(tmp_path)]
+    rows, text = report_of(tmp_path / "runs", *words, **runs)
     below, above = 1 + prediction.BELOW, 1 + prediction.ABOVE
     busy = below + 0.25 * prediction.BELOW_BUSY, above + 0.25 * prediction.ABOVE_BUSY
     shown = rows_in(text, "miss")
@@ -817,11 +706,9 @@ def test_the_parts_of_a_step_add_up(tmp_path):
     assert run.losses == [(1, 2.3, 21), (2, 2.1, 22)]  # the start before the first step
     traces = tmp_path / "traced" / "traces"
     traces.mkdir(parents=True)
+    step = event("ProfilerStep#1", "user_annotation", 0, 100)
     for rank, communicated in ((0, 20), (1, 40)):
-        events = [
-            event("ProfilerStep#1", "user_annotation", 0, 100),
-            event("gloo:all_reduce", "cpu_op", 0, communicated),
-        ]
+        events = [step, event("gloo:all_reduce", "cpu_op", 0, communicated)]
         (traces / f"profile_{rank}.json").write_text(json.dumps({"traceEvents": events}))
     (traces.parent / "run.json").write_text(json.dumps(record("ddp", 2, profiled=True)))
     parts = rows_in(report_of(tmp_path)[1], "unexplained")[("ddp", "1 x 2")]
@@ -878,22 +765,14 @@ def test_profiled_runs_show_where_time_goes(tmp_path):
 
 def test_mfu_by_hand():
     """The peak of a GPU is never that of a longer or shorter name."""
-    row = {
-        "precision": "bf16",
-        "tokens_per_second": 1e5,
-        "devices": 2,
-        "layers": 10,
-        "hidden_size": 1000,
-        "intermediate_size": 3000,
-    }
+    row = {"precision": "bf16", "tokens_per_second": 1e5, "devices": 2}
+    row |= {"layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
     for name, changes, peak in (
         ("NVIDIA A100-SXM4-80GB", {}, 312e12),
         ("NVIDIA H100 NVL", {}, 835e12),
         ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12),
         ("NVIDIA H200", {}, 989e12),
-        ("NVIDIA L40", {}, None),
-        ("NVIDIA GeForce RTX 4090 D", {}, None),
-        ("CPU", {}, None),
+        *((name, {}, None) for name in ("NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "CPU")),
         ("NVIDIA H200", {"layers": None}, None),
         ("NVIDIA H200", {"precision": "fp8"}, None),
     ):

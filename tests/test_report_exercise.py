@@ -1,5 +1,7 @@
-"""docs/lab/13-report.md: its commands run (jobs are listed, none is submitted) and print what it
-shows; its tables are those of the reports; its template names what exists.
+"""docs/lab/11-profile.md: its commands run in small, and leave what the page says to look for; its
+pictures are those of the script. docs/lab/13-report.md: its commands run (jobs are listed, none is
+submitted) and print what it shows; its tables are those of the reports; its template names what
+exists.
 """
 
 import csv
@@ -8,17 +10,89 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
+import xml.etree.ElementTree as ET
 
 import pytest
-from conftest import ROOT, table_of
-from test_lab import blocks_of
+from conftest import ROOT, run, table_of
+from test_lab import blocks_of, check_kind, shell  # noqa: F401  a fixture
 
 import fit
 from planning import links, memory, prediction
+from reporting import splitting
+
+sys.path.insert(0, str(ROOT / "docs" / "img"))
+import draw_traces  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB, MEASURED = ROOT / "docs" / "lab", ROOT / "docs" / "results" / "report-cpu"
-TEXT, TEMPLATE = ((LAB / name).read_text() for name in ("13-report.md", "report-template.md"))
+PAGES = ("11-profile.md", "13-report.md", "report-template.md")
+PROFILE, TEXT, TEMPLATE = ((LAB / name).read_text() for name in PAGES)
+KEPT = ROOT / "docs" / "img" / "traces"
+SMALLER = {"hidden_size=384": "hidden_size=96", "num_hidden_layers=6": "num_hidden_layers=2"}
+SMALLER["intermediate_size=1536"] = "intermediate_size=192"
+
+
+# -------- the profile
+
+
+@pytest.fixture(scope="module")
+def folder(shell):  # noqa: F811
+    """What the page's commands leave."""
+    settings = []
+    for commands, pasted in blocks_of(PROFILE):
+        for long, short in SMALLER.items():
+            commands = commands.replace(long, short)
+        lines = commands.splitlines()
+        check_kind(pasted, shell([*settings, *lines], forked=True))
+        settings += [line for line in lines if re.match("[A-Z]+=", line)]
+    return shell.folder / "runs" / "lab" / "traces"
+
+
+def test_traces_have_what_to_search_for_and_the_report_their_shares(folder):
+    report = (folder / "report.md").read_text()
+    for strategy in ("ddp", "fsdp"):
+        for rank in (0, 1):
+            trace = folder / strategy / "traces" / f"profile_{rank}.json"
+            names = {event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]}
+            for searched, meaning in table_of(PROFILE, "search for")[1:]:
+                found = any(name.startswith(searched.strip("`")) for name in names)
+                assert found == (strategy == "fsdp" or "FSDP only" not in meaning), searched
+            shares = splitting.shares_of(splitting.read_events(trace))
+            assert sum(shares.values()) == pytest.approx(1) and shares["communication"] > 0
+            row = r" *\| *".join(f"{share:.0%}" for share in shares.values())
+            assert re.search(rf"\| {strategy} .*\| {rank} *\| *{row}", report)
+
+
+def test_fresh_traces_can_be_drawn(folder):
+    drawn = json.loads((folder / "traces.json").read_text())
+    for picture in ("ddp", "fsdp"):
+        root = ET.parse(folder / f"{picture}.svg").getroot()
+        texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+        assert {"rank 0", "rank 1", "computes", "communicates", "AR: all-reduce"} <= texts
+        assert ("AG: all-gather" in texts) == (picture == "fsdp")
+        for rank in drawn[picture]["ranks"]:
+            assert rank["forward"] and rank["backward"] and rank["optimizer"]
+
+
+def test_pictures_are_those_that_the_script_draws(tmp_path):
+    """And they have the shares of the report, but for what is too short to be seen."""
+    shutil.copy(KEPT / "traces.json", tmp_path)
+    assert run([sys.executable, "docs/img/draw_traces.py", "--to", str(tmp_path)]).code == 0
+    drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_bytes() for path in KEPT.iterdir()}
+    assert set(re.findall(r"\(\.\./img/traces/(.*?)\)", PROFILE)) <= set(drawn)
+    for step in json.loads((KEPT / "traces.json").read_text()).values():
+        for rank in step["ranks"]:
+            shares, (start, end) = rank["shares"], rank["step"]
+            gaps = draw_traces.length(draw_traces.gaps_of(rank)) / (end - start)
+            assert gaps == pytest.approx(shares["communication"], abs=0.02)
+            computing = splitting.length([*rank["forward"], *rank["backward"], *rank["optimizer"]])
+            share = shares["computation"] + shares["both at once"]
+            assert computing / (end - start) == pytest.approx(share, abs=0.06)
+
+
+# -------- the report
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +108,9 @@ def outputs(tmp_path_factory, example_records):
         shutil.copytree(example_records / "bert" / name, folder / "runs/report/bert" / name)
     for commands, shown in blocks_of(TEXT):
         runs = re.sub(r"sbatch/sweep\.sh (?!--dry_run)", "sbatch/sweep.sh --dry_run ", commands)
-        done = subprocess.run(
-            ["bash", "-c", runs.replace("make sweep", "make --dry-run sweep")],
-            cwd=folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        words = ["bash", "-c", runs.replace("make sweep", "make --dry-run sweep")]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(words, cwd=folder, text=True, **streams)
         assert (done.returncode != 0) == shown.startswith("error:"), done.stdout
         found[commands] = done.stdout
     return found, folder
@@ -109,11 +179,8 @@ def test_the_template_names_what_exists(example_records):
     }
     with open(MEASURED / "report.csv") as file:
         files["report.csv"] = next(csv.DictReader(file))
-    written = {
-        re.sub(r"-\d\.svg", ".svg", path.name)
-        for folder in (MEASURED, example_records)
-        for path in folder.rglob("*")
-    }
+    made = [path.name for folder in (MEASURED, example_records) for path in folder.rglob("*")]
+    written = {re.sub(r"-\d\.svg", ".svg", name) for name in made}
     names = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEMPLATE, flags=re.S))
     for file, field in re.findall(r"`(\S+): (\S+)`", TEMPLATE):
         value = files[file]
