@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # MNIST and SQuAD; absent on most machines
-sys.path.insert(0, str(ROOT))
 
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]

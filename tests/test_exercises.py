@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import check_ex9
+import check_ex10
 import pytest
 import warm
+import watch
 from conftest import ROOT, anchor, environment
 from test_lab import blocks_of, check_kind
-
-sys.path.insert(0, str(ROOT / "docs" / "lab"))
-import check_ex9  # noqa: E402
-import check_ex10  # noqa: E402
-import watch  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"

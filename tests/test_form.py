@@ -6,10 +6,13 @@ import re
 import struct
 import sys
 import tokenize
+from importlib.metadata import packages_distributions
 
 import pytest
 from conftest import ROOT, run
 from test_bert import TINY
+
+import train_mnist_rnn
 
 MARKER = "# -------- machinery: the same in both scripts"
 # The most lines above the marker, and the most tokens.
@@ -92,3 +95,22 @@ def test_a_run_imports_what_its_data_needs(script, flags, unwanted, tmp_path):
     assert done.code == 0, done.err
     imported = set(done.out.rpartition("modules: ")[2].split())
     assert "accelerate" in imported and not imported & unwanted
+
+
+def test_requirements_name_all_that_is_imported_and_the_version_is_one():
+    project = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    citation = re.search(r"^version: (.*)", (ROOT / "CITATION.cff").read_text(), re.M)[1]
+    changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert {project, citation, changes} == {train_mnist_rnn.VERSION}
+
+    files = [path for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    own = {path.stem for path in files} | {path.name for path in ROOT.iterdir()}
+    owners = packages_distributions()
+    for kinds, users in (("requirements.txt", False), ("requirements*.txt", True)):
+        text = "".join(path.read_text() for path in ROOT.glob(kinds))
+        asked_for = {name.lower() for name in re.findall(r"^([\w-]+)>=", text, re.M)}
+        for path in files:
+            if (path.parent.name in ("tests", "benchmarks")) == users:
+                names = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.M)
+                for name in set(names) - own - set(sys.stdlib_module_names):
+                    assert {one.lower() for one in owners[name]} & asked_for, f"{path}: {name}"

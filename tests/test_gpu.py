@@ -3,11 +3,9 @@
 import re
 import sys
 
+import check_gpu
 import pytest
-from conftest import ROOT, run
-
-sys.path.insert(0, str(ROOT / "sbatch"))
-import check_gpu  # noqa: E402
+from conftest import run
 
 PROGRAM = [sys.executable, "sbatch/check_gpu.py", "--output_dir"]
 

@@ -105,7 +105,8 @@ def test_make_installs_what_was_asked_for(tmp_path):
     for name in ["Makefile", *ROOT.glob("requirements*.txt"), *ROOT.glob("constraints*.txt")]:
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >>pip.log\n')
-    (tmp_path / "python").write_text("#!/bin/sh\n[ $1 = -c ] || install -D pip .venv/bin/pip\n")
+    made = "for name in pip python; do install -D $name .venv/bin/$name; done"
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncase $1 in -m) {made} ;; esac\n")
     new, old = (
         f"{name} torch torchvision{index}\n{name} -r requirements.txt\n"
         for name, index in [

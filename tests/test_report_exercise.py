@@ -13,6 +13,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import draw_traces
 import pytest
 from conftest import ROOT, run, table_of
 from test_lab import blocks_of, check_kind, shell  # noqa: F401  a fixture
@@ -20,9 +21,6 @@ from test_lab import blocks_of, check_kind, shell  # noqa: F401  a fixture
 import fit
 from planning import links, memory, prediction
 from reporting import splitting
-
-sys.path.insert(0, str(ROOT / "docs" / "img"))
-import draw_traces  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LAB, MEASURED = ROOT / "docs" / "lab", ROOT / "docs" / "results" / "report-cpu"
