@@ -43,6 +43,15 @@ def bytes_sent(strategy, parameters, devices, gloo=False, shards=None):
     return gathers and (gathers + scatters) * (devices - 1) / devices * 4 * parameters
 
 
+def bus_share(name, ranks):
+    """Of the whole tensor's bytes, how many the slowest link carries at least. Bus bandwidth counts
+    these bytes. It is the link's own, and hardly depends on the number of ranks:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(name)
+    return share * (ranks - 1) / ranks if share else 1
+
+
 def seconds_of(call, in_a_row, link, ranks, tree=False):
     """Seconds of a collective over its own ranks, or else over `ranks`, by a check.json, `link`: by
     its line for calls after computing, or for those `in_a_row`, right after another one.
@@ -56,8 +65,7 @@ def seconds_of(call, in_a_row, link, ranks, tree=False):
     line = line["in_a_row"] if in_a_row else line
     tree = tree or call.name == "broadcast"
     hops, before = (math.log2(n) if tree else n - 1 for n in (ranks, checked))
-    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(call.name)
-    carried = call.bytes * (turns * (ranks - 1) / ranks if turns else 1)  # as check.py fits it
+    carried = call.bytes * bus_share(call.name, ranks)
     return line["latency_seconds"] * hops / before + carried / line["bandwidth_bytes_per_second"]
 
 
@@ -103,6 +111,7 @@ def read_link(path):
         "nodes": int(link["nodes"]),
         "processes": int(link["processes"]),
         "backend": link["backend"],
+        "network": link.get("network"),
         "collectives": link["collectives"],
         "busy": float(link["busy"]),
         "core_share": link.get("core_share") or 1.0,
@@ -110,14 +119,14 @@ def read_link(path):
 
 
 def find_links(folder):
-    """The links of all check.json below a folder, the median of those of one shape. A check of one
-    rank has none, and neither has one of an older version.
+    """The links of all check.json below a folder, the median of those of one shape and network. A
+    check of one rank has none, and neither has one of an older version.
     """
     shapes = {}
     for path in sorted(folder.rglob("check.json")):
         with contextlib.suppress(*UNREADABLE):
             link = read_link(path)
-            key = link["nodes"], link["processes"], link["backend"]
+            key = link["nodes"], link["processes"], link["backend"], link["network"]
             shapes.setdefault(key, []).append(link)
     return [median_link(repeats) for repeats in shapes.values()]
 

@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from planning.links import bus_share  # noqa: E402  in the folder above
+
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
 REPEATS, SECONDS = 40, 0.5  # each size is measured so often, or, if that takes longer, so long
@@ -121,15 +124,6 @@ def check(name, whole, part, rank, ranks, once):
         expected = torch.arange(1, ranks + 1).to(numbers)
     if name != "reduce" or rank == 0:
         assert torch.equal(numbers, expected), f"{name} of {whole.numel() * 4} bytes is wrong"
-
-
-def bus_share(name, ranks):
-    """Of the whole tensor's bytes, how many the slowest link carries at least. Bus bandwidth counts
-    these bytes. It is the link's own, and hardly depends on the number of ranks:
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-    """
-    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(name)
-    return share * (ranks - 1) / ranks if share else 1
 
 
 def fit_line(points):
@@ -269,6 +263,7 @@ def main():
         "nodes": len({rank["host"] for rank in ranks}),
         "processes": world,
         "backend": backend,
+        "network": os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"),
         "collectives": collectives,
         "busy": busy,
         "core_share": core_share,

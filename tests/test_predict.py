@@ -3,6 +3,7 @@ whether what docs/results predicts holds.
 """
 
 import csv
+import json
 import re
 import runpy
 import statistics
@@ -176,3 +177,12 @@ def test_planning_does_without_reports():
     """A formula may serve a report, and never the other way round."""
     for path in (ROOT / "planning").glob("*.py"):
         assert not re.search(r"^\s*(from|import) reporting", path.read_text(), re.M), path.name
+
+
+def test_links_of_two_networks_are_not_averaged(tmp_path):
+    for name, network, bandwidth in (("a", "ib0", 20e9), ("b", "ib0", 22e9), ("c", "eth0", 1e9)):
+        (tmp_path / name).mkdir()
+        link = links.link_of(bandwidth, 1e-5) | {"network": network}
+        (tmp_path / name / "check.json").write_text(json.dumps(link))
+    found = [link["collectives"]["all_reduce"] for link in links.find_links(tmp_path)]
+    assert [line["bandwidth_bytes_per_second"] for line in found] == [21e9, 1e9]
