@@ -28,10 +28,17 @@ from accelerate.data_loader import DataLoaderShard  # noqa: E402
 
 from planning.counting import Tally, connect_counting_groups  # noqa: E402
 from planning.facts import UNREADABLE  # noqa: E402
-from planning.launching import LaunchError, environment_of, read_launch  # noqa: E402
 from planning.links import link_of, read_link, seconds_of_rows  # noqa: E402
 from planning.prediction import scale_by_count, seconds_of_record  # noqa: E402
-from planning.steps import StepWatch, bytes_held, peak_memory, resident_memory  # noqa: E402
+from planning.steps import (  # noqa: E402
+    LaunchError,
+    StepWatch,
+    bytes_held,
+    environment_of,
+    peak_memory,
+    read_launch,
+    resident_memory,
+)
 
 # The first step sets up, in the second DDP arranges its buckets, and the third is counted.
 STEPS = 3

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from side_by_side import ROOT, record, role, row
 
-from planning import peaks
+from planning import facts
 
 SCRIPT = "train_bert_squad.py"
 
@@ -301,7 +301,7 @@ def compare_speed(args, batch, train_by_script, trainer):
 
     def utilization(seconds):
         """MFU, of the tokens without padding; "" on devices whose peak is not known."""
-        share = peaks.flops_utilization(
+        share = facts.flops_utilization(
             records[0] | records[0]["workload"] | {"tokens_per_second": tokens / seconds}
         )
         return f"{share:.1%}" if share else ""

@@ -1,7 +1,10 @@
-"""The training steps of a script, found by accelerate's own objects, and what a rank holds then."""
+"""A script as one rank of many: the environment that the launcher gives it, its training steps,
+found by accelerate's own objects, and what it holds then.
+"""
 
 import functools
 import itertools
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +12,87 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.commands import launch as launcher
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+REPLICAS = "parallelism_config_dp_replicate_size"
+SHARDS = "parallelism_config_dp_shard_size"
+HANDED_OVER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+class LaunchError(ValueError):
+    """The launcher cannot start that, or a YAML has no such shape."""
+
+
+def read_launch(yaml, ranks, nodes, words):
+    """The launcher's arguments for a YAML, `ranks` on `nodes`, and the words that follow the YAML:
+    options of `accelerate launch`, a script and its flags. HSDP has its replicas between the nodes,
+    if there are several and the words say nothing else. Raises LaunchError.
+    """
+    args = validated(yaml, ranks, words)
+    if not (args.multi_gpu or args.use_fsdp or args.use_deepspeed):
+        raise LaunchError(f"{yaml} is for one process, which sends nothing")
+    if not Path(args.training_script).is_file():
+        raise LaunchError(f"there is no script {args.training_script}")
+    if not args.use_parallelism_config:
+        return args
+    said = {REPLICAS, SHARDS} & args.nondefault
+    if nodes > 1 and not said:
+        args = validated(
+            yaml, ranks, [f"--{REPLICAS}={nodes}", f"--{SHARDS}={ranks // nodes}", *words]
+        )
+    sizes = getattr(args, REPLICAS), getattr(args, SHARDS)
+    if math.prod(sizes) != ranks or sizes[1] == 1:
+        raise LaunchError(
+            f"{yaml} has {sizes[0]} replicas of {sizes[1]} shards for {ranks} ranks: say --nodes M "
+            f"before N, for M replicas, or --{REPLICAS} and --{SHARDS}, 2 or more, after the YAML, "
+            f"whose product is {ranks}"
+        )
+    return args
+
+
+def validated(yaml, ranks, words):
+    """The launcher's arguments, those of the YAML among them. Raises LaunchError."""
+
+    def refuse(message):
+        raise LaunchError(message)
+
+    parser = launcher.launch_command_parser()
+    parser.error = refuse
+    options = [
+        "--config_file",
+        str(yaml),
+        "--num_processes",
+        str(ranks),
+        "--main_process_port",
+        "0",
+    ]
+    args = parser.parse_args([*options, *words])
+    try:
+        return launcher._validate_launch_command(args)[0]
+    except Exception as problem:  # A YAML can be wrong in many ways, each with its own kind.
+        raise LaunchError(f"{yaml}: {problem!r}") from None
+
+
+def environment_of(args):
+    """The variables that rank 0 of such a launch finds. It is alone on its machine, so that the
+    script pins it to no part of the cores.
+    """
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        env = prepare_deepspeed_cmd_env(args)[1]
+    else:
+        env = prepare_multi_gpu_env(args)
+    handed = {name: value for name, value in env.items() if name.startswith(HANDED_OVER)}
+    return handed | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(args.num_processes),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(args.main_process_port),
+    }
 
 
 class StepWatch:

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.stats import studentized_range
 
-from planning.peaks import flops_utilization
+from planning.facts import flops_utilization
 from reporting.runs import PROFILED, Figures, Rank, Run, Setting, Work
 
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, launch
 
 import report
-from planning import links, peaks, prediction
+from planning import facts, links, prediction
 from reporting import comparing, pictures, records, runs, sentences, splitting, tables, times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
@@ -777,4 +777,4 @@ def test_mfu_by_hand():
         ("NVIDIA H200", {"precision": "fp8"}, None),
     ):
         expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
-        assert peaks.flops_utilization(row | {"device_name": name} | changes) == expected
+        assert facts.flops_utilization(row | {"device_name": name} | changes) == expected
