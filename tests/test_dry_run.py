@@ -91,23 +91,30 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
     expected = by_formula(strategy, row, ranks, 2, precision, record["strategy_options"])
     for (kind, group), (number, size) in expected.items():
         found = counted.pop((kind, group))
-        assert found["calls"] == number and found["bytes"] == pytest.approx(size, rel=0.01)
+        assert found["calls"] - number in more_gathers(strategy)
+        assert found["bytes"] == pytest.approx(size, rel=0.01)
     assert all(row["bytes"] <= 8 or row["kind"] == "broadcast" for row in counted.values())
 
 
+def more_gathers(strategy):
+    """ZeRO-3 now and then makes two gathers out of one, which no formula knows (docs/scale.md)."""
+    return (0, 1) if strategy.startswith("zero3") else (0,)
+
+
 def assert_near(counted, expected, strategy):
-    """Equal. ZeRO-3 now and then makes two gathers out of one."""
+    """Equal, but for those gathers."""
     assert counted.keys() == expected.keys()
     for key, (calls, size) in expected.items():
-        more = counted[key][0] - calls
-        assert more in ((0, 1) if strategy == "zero3" else (0,)), key
+        assert counted[key][0] - calls in more_gathers(strategy), key
         assert counted[key][1] == pytest.approx(size), key
 
 
 SCALE = runpy.run_path(str(ROOT / "docs" / "img" / "draw_scale.py"))
 
 
-@pytest.mark.parametrize("cell", json.loads(SCALE["COUNTS"].read_text()), ids=str)
+@pytest.mark.parametrize(
+    "cell", json.loads(SCALE["COUNTS"].read_text()), ids=lambda it: it["strategy"]
+)
 def test_the_formulas_count_what_dry_runs_of_512_ranks_counted(cell):
     """BERT-base, by docs/img/draw_scale.py --count."""
     expected = by_kind(SCALE["calls_by_formula"](cell["strategy"], cell["devices"]))
