@@ -119,7 +119,10 @@ def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(climbed):
     what is measured may differ.
     """
     [(command, pasted)] = [block for block in blocks_of(PAGE) if "1-ddp/run.json" in block[0]]
-    line = f"error: out of memory: {command.strip()} tells what held how much"
+    line = (
+        "error: out of memory: lower --per_device_train_batch_size, or shard the model by "
+        f"fsdp.yaml; in the project, {command.strip()} tells what held how much"
+    )
     assert re.findall("^error: .*$", climbed.err, re.M) == [line]
     printed = climbed.out[climbed.out.index("\nThe run wrote down no peak") - 200 :]
     check_kind(pasted, printed)
