@@ -643,6 +643,8 @@ class Clock:
 
     def note_memory_without_model(self):
         """Call it before the model is made."""
+        import torch._dynamo  # noqa: F401  The first optimizer does so, which is not training.
+
         reset_peak_memory()
         self.memory_before = peak_memory()
 

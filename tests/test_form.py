@@ -18,7 +18,7 @@ MARKER = "# -------- machinery: the same in both scripts"
 # The most lines above the marker, and the most tokens.
 BOUNDS = {"train_mnist_rnn.py": (290, 7_100), "train_bert_squad.py": (710, 10_200)}
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-LAZY = {"sklearn", "torchvision", "deepspeed"}  # imported where they are needed, as they cost
+LAZY = {"sklearn", "torchvision", "deepspeed", "torch"}  # imported where they are needed
 
 
 def is_constant(node, kind):
