@@ -49,6 +49,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
+from transformers import BertForQuestionAnswering
 
 
 def main(args):
@@ -260,7 +261,6 @@ def word_f1(words, others, version_2):
 def load_model(args, config):
     """BERT with a new head, or the one it has, in float32: precision is the launcher's."""
     name = args.model_name_or_path
-    kind = transformers.BertForQuestionAnswering
     config.hidden_dropout_prob = args.dropout
     config.attention_probs_dropout_prob = args.dropout
     config.num_labels = 2  # an answer's start and its end
@@ -272,9 +272,9 @@ def load_model(args, config):
     missing = []
     try:
         if args.from_scratch:
-            model = kind(config)
+            model = BertForQuestionAnswering(config)
         else:
-            model, loading = kind.from_pretrained(
+            model, loading = BertForQuestionAnswering.from_pretrained(
                 name, config=config, attn_implementation="sdpa", output_loading_info=True
             )
             missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
