@@ -105,8 +105,7 @@ class CountingGroup(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         return self._count("all_reduce", tensors, tensors)
 
-    def allreduce_coalesced(self, tensors, opts=None):
-        return self._count("all_reduce", tensors, tensors)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors, opts=None):
         return self._count("broadcast", tensors, tensors)

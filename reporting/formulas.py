@@ -16,8 +16,6 @@ from reporting.pictures import ENOUGH, Held, memory_is_known
 from reporting.splitting import find_alone, seconds_alone
 from reporting.tables import Rows, in_ms, name_briefly, show, table
 
-Links = list[dict[str, Any]]
-
 FITTED = (
     "Its factors were fitted to runs on CPUs over gloo; of GPUs and NCCL, nothing says how wide it "
     "has to be."
