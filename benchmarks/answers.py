@@ -1,10 +1,11 @@
 """Answers from logits: by the script's tensor operations, and by the usual n-best loops."""
 
 import argparse
+import tempfile
 import time
 
 import numpy as np
-import side_by_side  # noqa: F401  it makes the scripts importable
+import side_by_side  # It makes the scripts importable, too.
 import torch
 import transformers
 
@@ -85,6 +86,21 @@ def answers_by_loops(logits, features, n_best=20, limit=30):
     return answers, scores
 
 
+def as_lists(features):
+    """The features as the loops read them: Python lists, and the questions."""
+    columns = features.table[:]
+    return argparse.Namespace(
+        questions=features.questions,
+        owner=columns["owner"],
+        offsets=[
+            list(zip(*both, strict=True))
+            for both in zip(columns["begins"], columns["stops"], strict=True)
+        ],
+        first=columns["first"],
+        lengths=features.lengths.tolist(),
+    )
+
+
 def compare_answers(model_folder, few, repeats):
     """Time of the loops / time of the script on 10,000 features with a trained model's logits, and
     how spans differ.
@@ -100,18 +116,7 @@ def compare_answers(model_folder, few, repeats):
     table = table.add_column("owner", owner.tolist())
     many = script.Features(questions[: owner.max() + 1], table, few.key, few.max_width)
     logits = logits_of(model_folder, few)[ids]
-    arrays, columns = logits.numpy(), table[:]
-    offsets = [
-        list(zip(*both, strict=True))
-        for both in zip(columns["begins"], columns["stops"], strict=True)
-    ]
-    lists = argparse.Namespace(
-        questions=many.questions,
-        owner=columns["owner"],
-        offsets=offsets,
-        first=columns["first"],
-        lengths=many.lengths.tolist(),
-    )
+    arrays, lists = logits.numpy(), as_lists(many)
     ratios = []
     for _ in range(repeats):
         clock = time.perf_counter()
@@ -126,3 +131,21 @@ def compare_answers(model_folder, few, repeats):
         f"a better span in {better:.2%} of questions, never a worse one; the same text "
         f"in {same:.2%}"
     )
+
+
+def compare_scores(args, features, train_by_script, trainer):
+    """Print a table: F1 after an epoch on either side, and answers by tensors and by loops."""
+    print("\n| what | median | from to | target |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer("save", 8, args.epoch_questions, "--output", folder)
+        texts, _ = answers_at_once(logits_of(folder, features), features)
+        trainer_f1 = script.score_answers(texts, features.questions, version_2=False)["f1"]
+        f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
+        side_by_side.row("an epoch at batch 8: F1 of the script", [f1], "")
+        side_by_side.row("... F1 of Trainer", [trainer_f1], "")
+        side_by_side.row("... script - Trainer", [f1 - trainer_f1], "points", ">= -1")
+        ratios, difference = compare_answers(folder, features, args.repeats)
+        side_by_side.row(
+            "answers of 10,000 features: n-best loops / script", ratios, "times", ">= 10"
+        )
+        print(f"\nAgainst the n-best loops: {difference}.")

@@ -13,6 +13,7 @@ GPU, with MFU and memory, and speed only.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -31,23 +32,29 @@ from planning import facts
 SCRIPT = "train_bert_squad.py"
 
 
+def script_args(args):
+    """The script's own flags, as far as its data and model need them."""
+    return argparse.Namespace(
+        model_name_or_path=args.model,
+        from_scratch=args.from_scratch,
+        train_file=args.train_file,
+        validation_file=args.validation_file,
+        version_2_with_negative=False,
+        max_train_samples=args.questions,
+        max_eval_samples=args.eval_questions,
+        max_seq_length=384,
+        doc_stride=128,
+        dropout=0.1,
+        seed=0,
+        activation_checkpointing=False,
+    )
+
+
 def load_inputs(args):
     """The script's own config, tokenizer and features: both sides have the same windows."""
     import train_bert_squad as script
 
-    return script.load_inputs(
-        argparse.Namespace(
-            model_name_or_path=args.model,
-            from_scratch=args.from_scratch,
-            train_file=args.train_file,
-            validation_file=args.validation_file,
-            version_2_with_negative=False,
-            max_train_samples=args.questions,
-            max_eval_samples=args.eval_questions,
-            max_seq_length=384,
-            doc_stride=128,
-        )
-    )
+    return script.load_inputs(script_args(args))
 
 
 def rows_of(features):
@@ -111,8 +118,10 @@ def make_trainer(args, **settings):
     ), shapes
 
 
-def train_by_trainer(args):
-    """Seconds of the last epoch of Trainer, and the places in its batches, padding included."""
+def train_and_time(args, **settings):
+    """Train with Trainer. Returns it, the seconds of its last epoch, and the shapes of that epoch's
+    batches: [batch, width], padding included.
+    """
     import transformers
 
     class Stopwatch(transformers.TrainerCallback):
@@ -125,20 +134,21 @@ def train_by_trainer(args):
                 torch.cuda.synchronize()
             self.seconds = time.perf_counter() - self.start
 
-    settings = {"max_grad_norm": 0, "num_train_epochs": 1}  # no clipping: the script has none
-    if args.compiled:  # in the first epoch
-        settings |= {"torch_compile": True, "num_train_epochs": 2}
-    trainer, shapes = make_trainer(args, **settings)
+    # No clipping: the script has none.
+    trainer, shapes = make_trainer(args, max_grad_norm=0, **settings)
     stopwatch = Stopwatch()
     trainer.add_callback(stopwatch)
     trainer.train()
+    return trainer, stopwatch.seconds, shapes
+
+
+def train_by_trainer(args):
+    """Seconds, places and peak memory of an epoch of Trainer; compiled, of a second epoch."""
+    settings = {"num_train_epochs": 2, "torch_compile": True} if args.compiled else {}
+    _, seconds, shapes = train_and_time(args, **{"num_train_epochs": 1} | settings)
     assert all(batch == args.batch for batch, _ in shapes), "not the features of the script"
     memory = torch.cuda.max_memory_allocated() / 1e6 if args.gpu else None
-    return {
-        "seconds": stopwatch.seconds,
-        "places": sum(batch * width for batch, width in shapes),
-        "memory": memory,
-    }
+    return {"seconds": seconds, "places": sum(map(math.prod, shapes)), "memory": memory}
 
 
 def save_trainers_model(args):
@@ -157,20 +167,8 @@ def steps_by_turns(args):
     trainer, _ = make_trainer(args, max_grad_norm=0)
     trainer.current_gradient_accumulation_steps = 1  # as its `train` sets it
     config, _, features, _ = load_inputs(args)
-    model = (
-        script.load_model(
-            argparse.Namespace(
-                model_name_or_path=args.model,
-                from_scratch=args.from_scratch,
-                dropout=0.1,
-                seed=0,
-                activation_checkpointing=False,
-            ),
-            config,
-        )
-        .to(trainer.args.device)
-        .train()
-    )
+    model = script.load_model(script_args(args), config)
+    model = model.to(trainer.args.device).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
     )
@@ -210,48 +208,47 @@ def scores_by_trainer(args):
 
     import train_bert_squad as script
 
-    trainer, _ = make_trainer(
-        args, max_grad_norm=0, num_train_epochs=1, per_device_eval_batch_size=32
+    trainer, seconds, shapes = train_and_time(
+        args, num_train_epochs=1, per_device_eval_batch_size=32
     )
-    trainer.train()
+    places = sum(map(math.prod, shapes))  # before the batches of `predict` join them
     *_, features = load_inputs(args)
     starts, ends = trainer.predict(rows_of(features)).predictions
-    columns = features.table[:]
-    lists = argparse.Namespace(
-        questions=features.questions,
-        owner=columns["owner"],
-        offsets=[
-            list(zip(*both, strict=True))
-            for both in zip(columns["begins"], columns["stops"], strict=True)
-        ],
-        first=columns["first"],
-        lengths=features.lengths.tolist(),
-    )
-    texts, _ = answers.answers_by_loops(np.stack([starts, ends], 2), lists)
+    texts, _ = answers.answers_by_loops(np.stack([starts, ends], 2), answers.as_lists(features))
     trainer.save_model(args.output)
-    return script.score_answers(texts, features.questions, version_2=False)
+    scores = script.score_answers(texts, features.questions, version_2=False)
+    return {"train": seconds, "places": places, "f1": scores["f1"]}
 
 
 def compare_commands(args, trainer):
-    """Print a row: seconds from the command to the scores, of either side, by turns."""
-    ratios, seconds = [], {SCRIPT: [], "Trainer": []}
+    """Print a table of whole runs of either side, by turns: seconds from the command to the scores,
+    and of the epoch in it.
+    """
+    runs = {SCRIPT: [], "Trainer": []}
     flags = f"--num_epochs 1 --per_device_train_batch_size 8 --max_train_samples {args.questions}"
+    flags += f" --max_eval_samples 500 --learning_rate {args.learning_rate} --output_dir"
     for number in range(2 * args.repeats):
-        side = list(seconds)[(number + number // 2) % 2]  # A B B A
+        side = list(runs)[(number + number // 2) % 2]  # A B B A
         with tempfile.TemporaryDirectory() as folder:
             clock = time.perf_counter()
             if side == "Trainer":
-                trainer("whole", 8, args.questions, "--grouped", "--output", folder)
+                run = trainer("whole", 8, args.questions, "--grouped", "--output", folder)
             else:
-                command = [sys.executable, SCRIPT, *script_inputs(args), *flags.split()]
-                command += ["--learning_rate", str(args.learning_rate), "--output_dir", folder]
+                command = [sys.executable, SCRIPT, *script_inputs(args), *flags.split(), folder]
                 subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-            seconds[side].append(time.perf_counter() - clock)
-    ratios = [theirs / ours for ours, theirs in zip(*seconds.values(), strict=True)]
+                run = json.loads((Path(folder) / "run.json").read_text())
+                places = run["tokens"] / (1 - run["padding_share"])
+                f1 = run["metrics"]["f1"]
+                run = {"train": run["seconds"]["train"], "places": places, "f1": f1}
+            runs[side].append(run | {"whole": time.perf_counter() - clock})
+        print(f"{side}: {runs[side][-1]}", file=sys.stderr, flush=True)
     print("\n| what | median | from to | target |\n|---|---|---|---|")
-    for side, found in seconds.items():
-        row(f"from the command to the scores, {side}", found, "s")
-    row("... Trainer, grouped by length / script", ratios, "times", ">= 1")
+    for what, key in (("from the command to the scores", "whole"), ("the epoch in it", "train")):
+        seconds = {side: [run[key] for run in found] for side, found in runs.items()}
+        for side, found in seconds.items():
+            row(f"{what}, {side}", found, "s")
+        ratios = [theirs / ours for ours, theirs in zip(*seconds.values(), strict=True)]
+        row(f"{what}, Trainer grouped by length / script", ratios, "times", ">= 1")
 
 
 def script_inputs(args):
@@ -358,27 +355,6 @@ def compare_speed(args, batch, train_by_script, trainer):
         )
 
 
-def compare_scores(args, train_by_script, trainer):
-    """Print a table: F1 after an epoch on either side, and answers by tensors and by loops."""
-    import answers
-
-    import train_bert_squad as script
-
-    print("\n| what | median | from to | target |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        trainer("save", 8, args.epoch_questions, "--output", folder)
-        _, _, _, features = load_inputs(args)
-        texts, _ = answers.answers_at_once(answers.logits_of(folder, features), features)
-        trainer_f1 = script.score_answers(texts, features.questions, version_2=False)["f1"]
-        f1 = train_by_script(8, args.epoch_questions, eval_questions=0)["metrics"]["f1"]
-        row("an epoch at batch 8: F1 of the script", [f1], "")
-        row("... F1 of Trainer", [trainer_f1], "")
-        row("... script - Trainer", [f1 - trainer_f1], "points", ">= -1")
-        ratios, difference = answers.compare_answers(folder, features, args.repeats)
-        row("answers of 10,000 features: n-best loops / script", ratios, "times", ">= 10")
-        print(f"\nAgainst the n-best loops: {difference}.")
-
-
 def parse_args():
     """The flags; files become absolute paths."""
     parser = argparse.ArgumentParser(
@@ -428,13 +404,11 @@ def main():
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": "0" if args.gpu else "",
     }
-    inputs = ["--train_file", args.train_file, "--validation_file", args.validation_file]
-    inputs = (inputs if args.train_file else []) + ["--from_scratch"] * args.from_scratch
-
     rate = ["--learning_rate", args.learning_rate]
 
     def trainer(name, batch, questions, *flags):
-        words = ["--model", args.model, *inputs, *rate, "--batch", batch, "--questions", questions]
+        _, model, *inputs = script_inputs(args)
+        words = ["--model", model, *inputs, *rate, "--batch", batch, "--questions", questions]
         words += ["--gpu"] * args.gpu + (["--steps", args.steps] if args.steps else [])
         words += ["--eval_questions", 500] if name == "whole" else []
         return role(__file__, name, *words, *flags)
@@ -462,7 +436,10 @@ def main():
         for batch in (16, 64, 256):
             train_lstm(batch)
     elif args.epoch_questions:
-        compare_scores(args, train_by_script, trainer)
+        import answers
+
+        *_, features = load_inputs(args)
+        answers.compare_scores(args, features, train_by_script, trainer)
 
 
 if __name__ == "__main__":

@@ -46,43 +46,17 @@ from planning import memory  # noqa: E402
 # A CPU can stand in, to try this file: with a tiny model, few YAMLs, and no claim of a GPU.
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "cpu"
 YAMLS = ["baseline", "fsdp"] if STAND_IN else ["baseline", "dp", "ddp", "fsdp", "zero2", "zero3"]
-RUNGS = (
-    ["fsdp_keep"]
-    if STAND_IN
-    else [  # of the memory ladder: for BERT
-        "zero1",
-        "fsdp_keep",
-        "fsdp_offload",
-        "zero2_offload",
-        "zero3_offload",
-    ]
-)
+LADDER = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # for BERT
+RUNGS = ["fsdp_keep"] if STAND_IN else LADDER
 AGAIN = "--activation_checkpointing"
 GPUS = 2 if STAND_IN else torch.cuda.device_count()
 MNIST, BERT = "train_mnist_rnn.py", "train_bert_squad.py"
 NAMES = {MNIST: "LSTM", BERT: "BERT"}
-BASE = (
-    {}
-    if STAND_IN
-    else {  # 110 million parameters
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "vocab_size": 30522,
-    }
-)
+BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+BERT_BASE |= {"intermediate_size": 3072, "vocab_size": 30522}  # 110 million parameters
 STEPS = 20  # over which losses are compared
-SHORT = [
-    "--max_train_steps",
-    STEPS,
-    "--dropout",
-    0,
-    "--learning_rate",
-    1e-4,
-    "--per_device_train_batch_size",
-    8,
-]
+SHORT = f"--max_train_steps {STEPS} --dropout 0 --learning_rate 1e-4".split()
+SHORT += ["--per_device_train_batch_size", "8"]
 # How far a loss may be from the baseline's in fp32, relative to it. In fp32 only the order of sums
 # differs. TF32 rounds the operands of matrix products to 11 significant bits and adds up in fp32;
 # bf16 has 8 bits. So TF32 may differ by an eighth of what bf16 may.
@@ -91,23 +65,11 @@ SAME = {"fp32": 1e-4, "tf32": 0.05 / 8, "bf16": 0.05}
 
 def launch(*words, env):
     """`accelerate launch` these words."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        "--main_process_port",
-        "0",
-        *map(str, words),
-    ]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    launcher = "-m accelerate.commands.accelerate_cli launch --main_process_port 0".split()
+    command = [sys.executable, *launcher, *map(str, words)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    kept = {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=ROOT, env=env, timeout=300, **kept)
 
 
 class Checks:
@@ -117,22 +79,12 @@ class Checks:
         self.folder, self.rows, self.numbers, self.baselines = folder, [], itertools.count(), {}
         model, squad = folder / "model", "tests/data/squad_v1.json"
         shutil.copytree(ROOT / "tests" / "data" / "tiny_bert", model)  # for its tokenizer
-        config = json.loads((model / "config.json").read_text()) | BASE
+        config = json.loads((model / "config.json").read_text())
+        config |= {} if STAND_IN else BERT_BASE
         (model / "config.json").write_text(json.dumps(config))
-        self.flags = {
-            MNIST: ["--dataset", "digits"],
-            BERT: [
-                "--model_name_or_path",
-                model,
-                "--from_scratch",
-                "--train_file",
-                squad,
-                "--validation_file",
-                squad,
-                "--max_eval_samples",
-                16,
-            ],
-        }
+        bert = ["--model_name_or_path", model, "--from_scratch", "--max_eval_samples", 16]
+        bert += ["--train_file", squad, "--validation_file", squad]
+        self.flags = {MNIST: ["--dataset", "digits"], BERT: bert}
 
     def run(self, script, yaml, *flags, precision="fp32", processes=1, words=(), name="", **env):
         """The run.json of a run, with its exit code, errors and folder besides."""
@@ -140,21 +92,10 @@ class Checks:
         mixed = precision if precision in ("bf16", "fp16") else "no"
         if precision == "fp32":  # the scripts turn TF32 on, with which equal losses cannot be told
             env["NVIDIA_TF32_OVERRIDE"] = "0"
-        done = launch(
-            "--config_file",
-            f"accelerate_configs/{yaml}.yaml",
-            "--num_processes",
-            processes,
-            "--mixed_precision",
-            mixed,
-            *words,
-            "tests/spy.py" if "SPY_SCRIPT" in env else script,
-            *self.flags[script],
-            "--output_dir",
-            folder,
-            *flags,
-            env=env,
-        )
+        program = "tests/spy.py" if "SPY_SCRIPT" in env else script
+        command = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--num_processes", processes]
+        command += ["--mixed_precision", mixed, *words, program, *self.flags[script]]
+        done = launch(*command, "--output_dir", folder, *flags, env=env)
         file = folder / "run.json"
         record = json.loads(file.read_text()) if file.exists() else {"loss_history": []}
         return record | {
@@ -184,16 +125,11 @@ class Checks:
         """Add a row that compares a run's losses with others."""
         if run["code"] or len(run["losses"]) != len(losses):
             errors = *re.findall("^error:.*", run["err"], re.M), run["err"][-200:]
-            return self.add(
-                check,
-                f"exit code {run['code']}, {len(run['losses'])} of "
-                f"{len(losses)} steps: {errors[0]}",
-                False,
-            )
+            steps = f"{len(run['losses'])} of {len(losses)} steps"
+            return self.add(check, f"exit code {run['code']}, {steps}: {errors[0]}", False)
         worst = max(abs(a / b - 1) for a, b in zip(run["losses"], losses, strict=True))
-        return self.add(
-            check, f"losses differ by {worst:.1e}, allowed {tolerance:.0e}", worst <= tolerance
-        )
+        figure = f"losses differ by {worst:.1e}, allowed {tolerance:.0e}"
+        return self.add(check, figure, worst <= tolerance)
 
 
 def check_yamls(checks, precision="fp32"):
@@ -213,16 +149,8 @@ def check_yamls(checks, precision="fp32"):
         if yaml == "dp" and GPUS > 1:  # one process, which uses all GPUs that it sees
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
             devices, env = 2, {"CUDA_VISIBLE_DEVICES": ",".join(seen[:2])}
-        return checks.run(
-            script,
-            yaml,
-            *SHORT,
-            "--per_device_train_batch_size",
-            8 // devices,
-            precision=precision,
-            processes=processes,
-            **env,
-        )
+        flags = [*SHORT, "--per_device_train_batch_size", 8 // devices]
+        return checks.run(script, yaml, *flags, precision=precision, processes=processes, **env)
 
     with ThreadPoolExecutor(3) as pool:  # most of each is Python importing
         runs = dict(zip(cases, pool.map(run, cases), strict=True))
@@ -240,11 +168,9 @@ def check_tf32(checks):
     has_it = not STAND_IN and torch.cuda.get_device_capability() >= (8, 0)
     for script in (MNIST, BERT):
         first, without = runs[script, "baseline", 1]["losses"][:1], checks.baseline(script)[:1]
-        checks.add(
-            f"{NAMES[script]}: TF32 is on",
-            f"first loss {first}, without it {without}",
-            first != without if has_it else None,
-        )
+        figure = f"first loss {first}, without it {without}"
+        ok = first != without if has_it else None
+        checks.add(f"{NAMES[script]}: TF32 is on", figure, ok)
 
 
 def check_bf16(checks):
@@ -257,18 +183,12 @@ def check_bf16(checks):
             if (name, processes) == (script, 1) and not run["code"]
         }
         kinds = [{name: weight.dtype for name, weight in of.items()} for of in saved.values()]
-        checks.add(
-            f"saved {NAMES[script]} of bf16 runs",
-            f"names and dtypes of {', '.join(saved)}",
-            all(kind == kinds[0] for kind in kinds),
-        )
+        figure = f"names and dtypes of {', '.join(saved)}"
+        alike = all(kind == kinds[0] for kind in kinds)
+        checks.add(f"saved {NAMES[script]} of bf16 runs", figure, alike)
     if not STAND_IN:
-        checks.compare(
-            "BERT baseline fp16",
-            checks.run(BERT, "baseline", *SHORT, precision="fp16"),
-            checks.baseline(BERT),
-            SAME["bf16"],
-        )
+        run = checks.run(BERT, "baseline", *SHORT, precision="fp16")
+        checks.compare("BERT baseline fp16", run, checks.baseline(BERT), SAME["bf16"])
 
 
 def check_memory(checks, runs, precision):
@@ -278,18 +198,10 @@ def check_memory(checks, runs, precision):
     for (script, yaml, processes), run in [*runs.items(), ((BERT, "baseline", 1), again)]:
         if script != BERT or run["code"]:
             continue
-        said = (
-            memory.memory_of(
-                yaml,
-                sizes,
-                run["per_device_batch_size"],
-                run["workload"]["sequence_length"],
-                processes,
-                precision.replace("fp32", "no"),
-                run is again,
-            )["total"]
-            / 1e6
-        )
+        batch = run["per_device_batch_size"], run["workload"]["sequence_length"]
+        dtype = precision.replace("fp32", "no")
+        formula = memory.memory_of(yaml, sizes, *batch, processes, dtype, run is again)
+        said = formula["total"] / 1e6
         peak = max(rank["peak_memory_mb"] for rank in run["ranks"])
         name = f"{yaml} {precision}{', 2 processes' * (processes - 1)}"
         checks.add(
@@ -318,15 +230,10 @@ def check_ladder(checks):
     for yaml in clipped[1:]:
         checks.compare(f"clipped under {yaml}", runs["clipped", yaml], expected, 1e-4)
     for yaml in recomputed:
-        checks.compare(
-            f"recomputed under {yaml}, with dropout",
-            runs["again", yaml],
-            runs["kept", yaml]["losses"],
-            1e-4,
-        )
-    failed = checks.run(
-        BERT, "baseline", *SHORT, SPY_SCRIPT=Path(BERT).stem, SPY_LIMIT="50" if STAND_IN else "1500"
-    )
+        kept = runs["kept", yaml]["losses"]
+        checks.compare(f"recomputed under {yaml}, with dropout", runs["again", yaml], kept, 1e-4)
+    spy = {"SPY_SCRIPT": Path(BERT).stem, "SPY_LIMIT": "50" if STAND_IN else "1500"}
+    failed = checks.run(BERT, "baseline", *SHORT, **spy)
     lines = re.findall("^error: out of memory.*", failed["err"], re.M)
     checks.add("out of memory", "; ".join(lines) or failed["err"][-200:], len(lines) == 1)
     told = list(memory.explain_run(failed))  # as fit.py prints it
@@ -336,26 +243,12 @@ def check_ladder(checks):
 def check_resume(checks):
     """SIGUSR1 in mid-epoch leaves no process behind; --resume ends as a run left alone."""
     for yaml in YAMLS[1:] if STAND_IN else ("ddp", "fsdp", "zero3"):
-        flags = [
-            "--max_train_steps",
-            30,
-            "--per_device_train_batch_size",
-            8,
-            "--dropout",
-            0.1,
-            "--checkpointing_steps",
-            7,
-        ]  # at which the ranks look at their signals, too
+        flags = "--max_train_steps 30 --per_device_train_batch_size 8 --dropout 0.1".split()
+        flags += ["--checkpointing_steps", 7]  # at which the ranks look at their signals, too
         calm = checks.run(BERT, yaml, *flags)
-        stopped = checks.run(
-            BERT,
-            yaml,
-            *flags,
-            name=f"stopped-{yaml}",
-            SPY_SCRIPT=Path(BERT).stem,
-            SPY_SIGNAL="SIGUSR1 0 20",
-            SPY_DIR=str(checks.folder),
-        )
+        spy = {"SPY_SCRIPT": Path(BERT).stem, "SPY_SIGNAL": "SIGUSR1 0 20"}
+        spy["SPY_DIR"] = str(checks.folder)
+        stopped = checks.run(BERT, yaml, *flags, name=f"stopped-{yaml}", **spy)
         seen = stopped.get("status"), stopped.get("steps")
         left = subprocess.run(["pgrep", "-f", str(stopped["at"])], capture_output=True).stdout
         checks.add(
@@ -370,9 +263,8 @@ def check_resume(checks):
 def check_compile(checks):
     """Widths differ, and torch gives up after 8 compilations if each width needs one."""
     backend = "eager" if STAND_IN else "inductor"
-    run = checks.run(
-        BERT, "baseline", *SHORT, words=["--dynamo_backend", backend], TORCH_LOGS="recompiles"
-    )
+    words = ["--dynamo_backend", backend]
+    run = checks.run(BERT, "baseline", *SHORT, words=words, TORCH_LOGS="recompiles")
     checks.compare(f"compiled by {backend}", run, checks.baseline(BERT), 1e-3)
     again = run["err"].count("Recompiling function")
     checks.add("compiled again for other shapes", f"{again} times", again <= 8)
@@ -401,26 +293,15 @@ def check_link(checks):
     """How fast two GPUs talk."""
     if GPUS < 2:
         return checks.add("bandwidth between GPUs", "needs two GPUs", None)
-    done = launch(
-        "--config_file",
-        "accelerate_configs/ddp.yaml",
-        "--num_processes",
-        2,
-        "sbatch/check.py",
-        "--output_dir",
-        checks.folder / "check",
-        env={},
-    )
+    words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 sbatch/check.py".split()
+    done = launch(*words, "--output_dir", checks.folder / "check", env={})
     if done.returncode:
         return checks.add("bandwidth between GPUs", done.stderr[-200:], False)
     file = checks.folder / "check" / "check.json"
     line = json.loads(file.read_text())["collectives"]["all_reduce"]
     rate, latency = line["bandwidth_bytes_per_second"] / 1e9, line["latency_seconds"] * 1e6
-    return checks.add(
-        "bandwidth between GPUs",
-        f"{rate:.1f} GB/s of all-reduce, latency {latency:.0f} us",
-        rate > 0,
-    )
+    figure = f"{rate:.1f} GB/s of all-reduce, latency {latency:.0f} us"
+    return checks.add("bandwidth between GPUs", figure, rate > 0)
 
 
 GROUPS = {
@@ -437,9 +318,9 @@ GROUPS = {
 
 def read_report(folder):
     """What groups that ran before have left in a folder, or an empty report."""
-    device = (
-        "a CPU, standing in for a GPU" if STAND_IN else (f"{GPUS} x {torch.cuda.get_device_name()}")
-    )
+    device = "a CPU, standing in for a GPU"
+    if not STAND_IN:
+        device = f"{GPUS} x {torch.cuda.get_device_name()}"
     versions = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -477,20 +358,10 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=GROUPS,
-        default=[*GROUPS],
-        metavar="GROUP",
-        help="run these groups of checks (default: all)",
-    )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path("runs/gpu"),
-        help="where the report is, or goes (default: %(default)s)",
-    )
+    chosen = {"nargs": "+", "choices": GROUPS, "default": [*GROUPS], "metavar": "GROUP"}
+    parser.add_argument("--only", **chosen, help="run these groups of checks (default: all)")
+    where = "where the report is, or goes (default: %(default)s)"
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"), help=where)
     args = parser.parse_args()
     if not torch.cuda.is_available() and not STAND_IN:
         print("skipped: torch sees no GPU here, so nothing was proven on one")
@@ -505,10 +376,8 @@ def main():
                 GROUPS[name](checks)
             except Exception as problem:  # a run that failed has no figures; the others go on
                 checks.add(name, f"{type(problem).__name__}: {problem}", False)
-            report["groups"][name] = {
-                "seconds": round(time.monotonic() - begun, 1),
-                "checks": checks.rows,
-            }
+            seconds = round(time.monotonic() - begun, 1)
+            report["groups"][name] = {"seconds": seconds, "checks": checks.rows}
             write_report(report, args.output_dir)
             verdicts += [row["verdict"] for row in checks.rows]
     failed = verdicts.count("FAIL")
