@@ -213,6 +213,8 @@ def scores_by_trainer(args):
     )
     places = sum(map(math.prod, shapes))  # before the batches of `predict` join them
     *_, features = load_inputs(args)
+    trainer.args.train_sampling_strategy = "random"  # or it would group, so reorder, these, too
+    trainer.args.group_by_length = False  # its name in transformers 5.0
     starts, ends = trainer.predict(rows_of(features)).predictions
     texts, _ = answers.answers_by_loops(np.stack([starts, ends], 2), answers.as_lists(features))
     trainer.save_model(args.output)

@@ -102,17 +102,8 @@ def with_the_processes(args, folder):
     """A table: from `accelerate launch` to the first step, from the cache."""
     print("\n| processes | the launcher | imports | the rest | in all |\n|---|---|---|---|---|")
     few = first_questions(args.train_file, 1000, folder / "1000.json")
-    flags = [
-        *few,
-        "--validation_file",
-        few[1],
-        "--max_eval_samples",
-        100,
-        "--model_name_or_path",
-        TINY,
-        "--max_train_steps",
-        1,
-    ]
+    flags = [*few, "--validation_file", few[1], "--model_name_or_path", TINY]
+    flags += "--max_eval_samples 100 --max_train_steps 1".split()
     for processes in (1, 2, 4):
         cells = []
         for repeat in range(args.repeats):
@@ -134,19 +125,8 @@ def with_the_checkpoint(args, folder):
         "resume |\n|---|---|---|---|---|---|"
     )
     few = first_questions(args.train_file, 100, folder / "few.json")
-    data = [
-        *few,
-        "--validation_file",
-        few[1],
-        "--max_eval_samples",
-        10,
-        "--max_seq_length",
-        128,
-        "--doc_stride",
-        32,
-        "--per_device_train_batch_size",
-        1,
-    ]
+    data = [*few, "--validation_file", few[1], "--max_eval_samples", 10]
+    data += "--max_seq_length 128 --doc_stride 32 --per_device_train_batch_size 1".split()
     for strategy in ("ddp", "fsdp", "zero3"):
         for hidden in args.hidden_sizes:
             model = folder / f"bert-{hidden}"

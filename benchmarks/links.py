@@ -1,6 +1,7 @@
 """Do the predicted steps hold on slow links, and which strategy pays there?
 
     python benchmarks/links.py                    # as root, after `make slurm`; half an hour
+    python benchmarks/links.py --hsdp             # only FSDP beside HSDP, two processes a node
 
 starts the tests' Slurm cluster of two nodes on this machine and sets the speed of their links with
 tc. At each speed, sbatch/check.sh measures the link and both scripts train on both nodes under each
@@ -12,6 +13,7 @@ and `python report.py OUTPUT_DIR/LINK` makes the report of a link.
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -29,24 +31,9 @@ from reporting import comparing, records, splitting, tables  # noqa: E402
 LINKS = {"10gbit": "256kb", "1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 DATA = "tests/data/squad_v1.json"
-TINY = [
-    "train_bert_squad.py",
-    "--model_name_or_path",
-    "tests/data/tiny_bert",
-    "--from_scratch",
-    "--train_file",
-    DATA,
-    "--validation_file",
-    DATA,
-    "--max_train_samples",
-    "112",
-    "--learning_rate",
-    "1e-3",
-    "--dropout",
-    "0",
-    "--per_device_train_batch_size",
-    "8",
-]
+TINY = ["train_bert_squad.py", "--model_name_or_path", "tests/data/tiny_bert", "--from_scratch"]
+TINY += ["--train_file", DATA, "--validation_file", DATA, "--max_train_samples", "112"]
+TINY += "--learning_rate 1e-3 --dropout 0 --per_device_train_batch_size 8".split()
 WORKS = {
     "mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--num_epochs", "20"],
     "bert": [*TINY, "--num_epochs", "8"],
@@ -67,7 +54,7 @@ ACCUMULATED = {
 }
 
 
-def submit(cluster, nodes, folder, *words):
+def submit(cluster, nodes, folder, *words, processes=1, **more):
     """Run a job, alone on the cluster, unless its record is there. Raises AssertionError if it
     fails.
     """
@@ -75,19 +62,19 @@ def submit(cluster, nodes, folder, *words):
         record = folder / name
         if record.exists() and json.loads(record.read_text())["status"] == "completed":
             return
-    env = {"OMP_NUM_THREADS": "1", "PROCESSES_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
+    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PROCESSES_PER_NODE": str(processes)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     job = cluster.submit(
         f"--nodes={nodes}",
         "--gres=none",
-        "--cpus-per-task=1",
+        f"--cpus-per-task={processes}",
         "--time=20",
         f"--output={folder}.log",
         *words,
         "--output_dir",
         str(folder),
         cwd=ROOT,
-        env=env,
+        env=env | more,
     )
     assert cluster.wait(job, 1200) == "COMPLETED", f"{folder}.log"
 
@@ -144,13 +131,16 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("runs/links"))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS, help="only these")
+    parser.add_argument("--hsdp", action="store_true", help="FSDP beside HSDP, nothing else")
     parser.add_argument("--report_only", action="store_true", help="of the records that are there")
     args = parser.parse_args()
     folder = args.output_dir.resolve()
     if not args.report_only:
         if problem := slurm_cluster.what_is_missing():
             sys.exit(f"error: {problem}")
-        measure(folder, args.repeats, args.links)
+        measure_hsdp(folder, args) if args.hsdp else measure(folder, args.repeats, args.links)
+    if args.hsdp:
+        return print(hsdp_table(folder, args))
     found = pd.concat([predictions(folder / link, link) for link in args.links])
     found[COLUMNS].to_csv(folder / "links.csv", index=False)
     print(
@@ -186,6 +176,62 @@ def main():
     print(f"{inside} of {len(found)} predictions are within 25 %")
 
 
+def shape(cluster, link):
+    """Set the speed of both nodes' links. What waits longer than 50 ms would be dropped."""
+    limit = ["tbf", "rate", link, "burst", LINKS[link], "latency", "50ms"]
+    for node in cluster.nodes:
+        cluster.on(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
+
+
+def measure_hsdp(folder, args):
+    """FSDP over four processes, and HSDP: shards inside a node, replicas between nodes; by turns.
+    tests/spy.py reads the counters of the network cards around ten steps.
+    """
+    flags = ["accelerate_configs/{}.yaml", "tests/spy.py", *TINY[1:], "--num_epochs", "12"]
+    with tempfile.TemporaryDirectory() as state:
+        cluster = slurm_cluster.Cluster(state)
+        try:
+            cluster.start()
+            for link in args.links:
+                shape(cluster, link)
+                for repeat in range(args.repeats):
+                    for name in ("fsdp", "hsdp"):
+                        run = folder / link / f"{name}-2x2-r{repeat + 1}"
+                        spy = {"SPY_SCRIPT": Path(TINY[0]).stem, "SPY_WIRE": str(run)}
+                        words = [word.format(name) for word in flags]
+                        submit(cluster, 2, run, "sbatch/1node.sh", *words, processes=2, **spy)
+                        print(run, flush=True)
+        finally:
+            cluster.stop()
+
+
+def hsdp_table(folder, args):
+    """Rows of link and strategy: seconds of a step, and what a node sends in it to the other."""
+    rows = []
+    for link in args.links:
+        for name in ("fsdp", "hsdp"):
+            found = [folder / link / f"{name}-2x2-r{number + 1}" for number in range(args.repeats)]
+            runs = [json.loads((run / "run.json").read_text()) for run in found]
+            steps = [run["global_batch_size"] / run["samples_per_second"] * 1000 for run in runs]
+            counters = [
+                json.loads((run / f"wire_{rank}.json").read_text())
+                for run in found
+                for rank in (0, runs[0]["devices"] - 1)  # one of each node
+            ]
+            sent = statistics.mean(last - first for first, last in counters) / 10 / 1e6
+            rows.append(
+                {
+                    "link": link,
+                    "strategy": name,
+                    "ms a step": f"{statistics.median(steps):.0f}",
+                    "from to": f"{min(steps):.0f} to {max(steps):.0f}",
+                    "MB that a node sends in a step": f"{sent:.2f}",
+                    "last loss": f"{runs[0]['loss_history'][-1][1]:.6f}",
+                }
+            )
+    return tables.table(rows)
+
+
 def measure(folder, repeats, links):
     """Measure what is not there yet of these links."""
     with tempfile.TemporaryDirectory() as state:
@@ -196,23 +242,7 @@ def measure(folder, repeats, links):
             train(cluster, 1, folder / "one", WORKS, repeats, ["baseline", *STRATEGIES])
             train(cluster, 1, folder / "one", ACCUMULATED, 1, ["baseline", "ddp", "fsdp", "zero2"])
             for link in links:
-                for node in cluster.nodes:
-                    cluster.on(
-                        node,
-                        "tc",
-                        "qdisc",
-                        "replace",
-                        "dev",
-                        "eth0",
-                        "root",
-                        "tbf",
-                        "rate",
-                        link,
-                        "burst",
-                        LINKS[link],
-                        "latency",
-                        "50ms",
-                    )
+                shape(cluster, link)
                 shutil.copytree(
                     folder / "one",
                     folder / link,

@@ -223,7 +223,7 @@ echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
 [[ $code = 0 || $code = unknown ]] || ! locked --nonblock || fail "$taken, so not queued again"
 if status_is completed && { [ "$code" = 0 ] || [ -n "$new" ]; }; then
-    [ -z "${DROP_CHECKPOINTS:-}" ] || rm -rf "$output/checkpoints"
+    for dropped in ${DROP_WHEN_COMPLETED:-}; do rm -rf "${output:?}/$dropped"; done
     exit 0
 fi
 if status_is failed && [ -n "$new" ]; then

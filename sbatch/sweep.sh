@@ -23,7 +23,7 @@
 # shape communicate, unless DIR has a check. The report explains and predicts from both.
 # Jobs run one after the other, as they would slow each other down on nodes that they share. Repeats
 # take turns, so that a machine that others slow down for a while slows down every cell. A run that
-# is completed drops its checkpoints.
+# is completed drops its checkpoints and best/; only the first repeat keeps its weights.
 # Where jobs go and what they ask for comes from sbatch/site.sh.
 set -uo pipefail
 
@@ -119,10 +119,11 @@ if [ -n "$dry_run" ]; then
     done
     echo "$runs runs of $script $*"
 fi
-# The disk of train_bert_squad.py, in fp32: a completed run keeps its last and its best weights. One
-# that goes on has two checkpoints of weights and two states of Adam at most, and writes another.
+# The disk of train_bert_squad.py, in fp32: the weights of each run of the first repeat. A run that
+# goes on has its last and its best weights, two checkpoints of weights and two states of Adam at
+# most, and writes another.
 # shellcheck disable=SC2016
-disk=$([ "$script" != train_bert_squad.py ] || python - "$runs" "$@" 2>/dev/null <<'EOF'
+disk=$([ "$script" != train_bert_squad.py ] || python - $((runs / repeats)) "$@" 2>/dev/null <<'EOF'
 import sys
 from fit import read_model
 from planning.memory import count_parameters
@@ -130,7 +131,7 @@ words = " ".join(sys.argv[2:]).replace("=", " ").split()
 name = words[words.index("--model_name_or_path") + 1] if "--model_name_or_path" in words else ""
 name = next((known for known in ("bert-base", "bert-large") if known in name), name or "bert-base")
 parameters = count_parameters(read_model(name))[0]
-print(f"and {(int(sys.argv[1]) * 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
+print(f"and {(int(sys.argv[1]) + 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
 EOF
 )
 hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
@@ -156,7 +157,9 @@ echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
 done >>"$folder/sweep.csv"
 jobs=0 last='' failed=0
 for cell in "${cells[@]}"; do
-    IFS=, read -r run strategy nodes gpus _ at_most <<<"$cell"
+    IFS=, read -r run strategy nodes gpus repeat at_most <<<"$cell"
+    drop="checkpoints best" # of a completed run
+    [ "$repeat" = 1 ] || drop+=" model.safetensors"
     flags=("$@" --output_dir "$folder/$run")
     share=$((global_batch / nodes / gpus))
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size "$share")
@@ -176,7 +179,7 @@ for cell in "${cells[@]}"; do
         fi
         if env "${environment[@]}" accelerate-launch --config_file "$yaml" --main_process_port 0 \
             --num_processes "$processes" "${what[@]}" >"$folder/$run.log" 2>&1; then
-            rm -rf "$folder/$run/checkpoints"
+            for dropped in $drop; do rm -rf "${folder:?}/$run/$dropped"; done
         else
             failed=1
             echo "$run failed: $(grep '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
@@ -187,8 +190,8 @@ for cell in "${cells[@]}"; do
         words=(sbatch/1node.sh "$yaml" "${what[@]}")
         [ "$strategy" != check ] || words=(sbatch/check.sh "${what[@]:1}")
         # afterany: also after a job that failed
-        if job=$(PROCESSES_PER_NODE=$gpus DROP_CHECKPOINTS=1 sbatch --parsable "${ask[@]}" \
-            --nodes="$nodes" --time="$at_most" ${last:+"--dependency=afterany:$last"} \
+        if job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" sbatch --parsable \
+            "${ask[@]}" --nodes="$nodes" --time="$at_most" ${last:+"--dependency=afterany:$last"} \
             --job-name="$run" --output="$folder/$run.log" "${words[@]}"); then
             job=${job%%;*}
             last=$job jobs=$((jobs + 1))

@@ -14,7 +14,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ROOT, RUNGS, STRATEGIES, launch
 from test_bert import TINY
 
 from planning import links
@@ -65,20 +65,7 @@ def one_machine(tmp_path_factory):
     return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp",
-        "fsdp",
-        "fsdp_keep",
-        "fsdp_offload",
-        "zero1",
-        "zero2",
-        "zero2_offload",
-        "zero3",
-        "zero3_offload",
-    ],
-)
+@pytest.mark.parametrize("name", [*STRATEGIES, *RUNGS])
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
     name, start, one_machine, tmp_path
 ):
@@ -102,10 +89,32 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
         assert line in log
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
-    sent = [read(tmp_path / f"wire_{rank}.json") for rank in (0, 1)]
-    seen = sum(last - first for first, last in sent) / 2 / 10
     formula = links.bytes_sent(name, record["parameters"], 2, gloo=True)
-    assert seen == pytest.approx(formula, rel=0.05)
+    assert bytes_between_nodes(tmp_path, (0, 1)) == pytest.approx(formula, rel=0.05)
+
+
+def bytes_between_nodes(folder, ranks):
+    """What a node sends in a step, by the spies of one rank on each node."""
+    counted = [read(folder / f"wire_{rank}.json") for rank in ranks]
+    return sum(last - first for first, last in counted) / 10 / len(ranks)
+
+
+def test_hsdp_shards_inside_the_nodes_that_slurm_granted(start, one_machine, tmp_path):
+    """Two nodes with two processes each. Only gradients leave a node: of a shard from each rank, by
+    an all-reduce of two, which sends its bytes once. FSDP's parameters would leave it, too.
+    """
+    words = ["sbatch/2node.sh", "accelerate_configs/hsdp.yaml", "tests/spy.py", *BERT]
+    words += ["--per_device_train_batch_size", "4", "--output_dir", tmp_path / "run"]
+    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    start("--gres=none", *words, env=spying | {"PROCESSES_PER_NODE": "2"})()
+    record = read(tmp_path / "run" / "run.json")
+    assert (record["strategy"], record["nodes"], record["devices"]) == ("hsdp", 2, 4)
+    sizes = record["strategy_options"]
+    assert (sizes["dp_replicate_size"], sizes["dp_shard_size"]) == (2, 2)
+    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
+    gradients = 4 * record["parameters"]
+    assert bytes_between_nodes(tmp_path, (0, 3)) == pytest.approx(gradients, rel=0.05)
 
 
 def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
@@ -325,7 +334,8 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     with open(tmp_path / "report.csv") as file:
         rows = {row["strategy"]: (row["nodes"], row["speedup"]) for row in csv.DictReader(file)}
     assert (tmp_path / "ddp-2x1-r1" / "model.safetensors").exists()
-    assert not (tmp_path / "ddp-2x1-r1" / "checkpoints").exists()
+    for dropped in ("checkpoints", "best"):
+        assert not (tmp_path / "ddp-2x1-r1" / dropped).exists()
     assert set(rows) == {"baseline", "ddp"} and rows["ddp"][0] == "2" and float(rows["ddp"][1]) > 0
 
 
@@ -344,13 +354,14 @@ def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     """Without Slurm: `sbatch` is a function that leaves a line for each job."""
     out = sweep("--dry_run", "--minutes", 30).stdout
     # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and
-    # 2 x (2 + 2 + 4) GPUs x 1/12 hour for checks; 109 million weights of 4 bytes, in two copies of
-    # each run and in three checkpoints with two states of each
-    much = "45 jobs, at most {} GPU-hours and 37.0 GB of disk".format
+    # 2 x (2 + 2 + 4) GPUs x 1/12 hour for checks; 109 million weights of 4 bytes: of 19 runs of the
+    # first repeat, and in a run's two copies and three checkpoints with two states of each
+    much = "45 jobs, at most {} GPU-hours and 13.1 GB of disk".format
     assert f"38 runs of train_bert_squad.py \n{much(44.3)}" in out
     assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 44
     jobs, (keys, terminal) = tmp_path / "jobs", os.openpty()
-    env = {"BASH_FUNC_sbatch%%": f"() {{ echo \"$@\" >>'{jobs}'; echo 7; }}"}
+    told = f"() {{ echo \"${{DROP_WHEN_COMPLETED:-}} $@\" >>'{jobs}'; echo 7; }}"
+    env = {"BASH_FUNC_sbatch%%": told}
     assert f"error: {much(87.3)}: add --yes, or lower --repeats" in sweep(env=env).stderr
     os.write(keys, b"n\ny\n")
     assert sweep(env=env, stdin=terminal).stderr.endswith("error: nothing was submitted\n")
@@ -363,6 +374,9 @@ def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     assert "42 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
     assert jobs.read_text().count("\n") == 45 + 45 + 43
     assert jobs.read_text().count("--dependency=afterany:7 ") == 44 + 44 + 42, "not in turns"
+    keeps = {line.startswith("checkpoints best --") for line in open(jobs) if "-r1 " in line}
+    drops = {line.startswith("checkpoints best model.saf") for line in open(jobs) if "-r2 " in line}
+    assert keeps == drops == {True}
 
 
 def test_sweep_refuses_with_one_line():

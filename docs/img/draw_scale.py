@@ -249,6 +249,7 @@ def main():
     if args.count:
         count_all()
     found = cells()
+    args.folder.mkdir(parents=True, exist_ok=True)
     draw(found, args.folder)
     print("\n".join(table(found)))
 
