@@ -62,15 +62,18 @@ train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 30
 
+# Two files of tests at a time: one computes while the other waits.
+TWO = -n 2 --dist loadfile
+
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
 	+$(MAKE) -j 2 test-rest test-cluster
 
 # Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
 test-rest:
-	$(BIN)/python -m pytest -m "not cluster and not matrix"
+	$(BIN)/python -m pytest $(TWO) -m "not cluster and not matrix"
 
 test-cluster:
 	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \

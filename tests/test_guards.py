@@ -74,6 +74,7 @@ def test_a_rank_whose_launcher_died_saves_and_stops(strategy, number, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / f"step_{ended['steps']:08d}").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_read_only_one_are_one_line_and_the_run_goes_on(tmp_path):
     """A disk of its own, which has room for a checkpoint and for the best model, but not for the
     final one beside them; then nothing may be written; then all is well.

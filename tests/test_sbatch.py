@@ -65,11 +65,15 @@ def one_machine(tmp_path_factory):
     return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, *RUNGS])
+@pytest.mark.parametrize(
+    "name", [*STRATEGIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in RUNGS)]
+)
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
     name, start, one_machine, tmp_path
 ):
-    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML."""
+    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. The
+    variants make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
+    """
     yaml = [f"accelerate_configs/{name}.yaml"] * (name != "ddp")
     spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     job = start(
