@@ -17,6 +17,7 @@ REPEATS = 2
 STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
 DIGITS = train_mnist_rnn.py --dataset digits --num_epochs 30
+SHORT = train_mnist_rnn.py --dataset digits --num_epochs 10 --dropout 0
 TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch \
 	--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json \
 	--learning_rate 1e-3 --dropout 0 --per_device_train_batch_size 8
@@ -51,10 +52,10 @@ dev: .venv/installed-dev
 
 train: setup  ## train an RNN on one device and under DDP, and compare: no download, no GPU needed
 	@n=$(PROCESSES); run=runs/train-$$(date +%Y%m%d-%H%M%S); export OMP_NUM_THREADS=1; set -ex; \
-	$(BIN)/accelerate-launch --config_file accelerate_configs/baseline.yaml $(DIGITS) \
-		--dropout 0 --per_device_train_batch_size $$((32 * n)) --output_dir $$run/baseline; \
+	$(BIN)/accelerate-launch --config_file accelerate_configs/baseline.yaml $(SHORT) \
+		--per_device_train_batch_size $$((32 * n)) --output_dir $$run/baseline; \
 	$(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml --num_processes $$n \
-		$(DIGITS) --dropout 0 --per_device_train_batch_size 32 --output_dir $$run/ddp; \
+		$(SHORT) --per_device_train_batch_size 32 --output_dir $$run/ddp; \
 	$(BIN)/python docs/lab/compare.py $$run/baseline $$run/ddp
 	@echo "The devices share the work. Why is the time not divided, too? docs/lab.md explains it."
 
@@ -73,7 +74,7 @@ test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, oth
 
 # Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
 test-rest:
-	$(BIN)/python -m pytest $(TWO) -m "not cluster and not matrix"
+	$(BIN)/python -m pytest -m "not cluster and not matrix"
 
 test-cluster:
 	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \

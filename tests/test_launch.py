@@ -1,5 +1,5 @@
-"""A real `accelerate launch` of every YAML with both scripts, but for four pairs. The ranks that
-other tests fork (see warm.py) train as these do.
+"""A real `accelerate launch` of every YAML with a script. The ranks that other tests fork (see
+warm.py) train as these do; `pytest -m matrix tests/test_launch.py` launches what only they do.
 """
 
 import shutil
@@ -14,9 +14,11 @@ from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
 RANKS = {"baseline": 1, "dp": 1, "hsdp": 4}  # and else 2
-# The others in `make test-all`.
+# Where a pair is launched: in `make test`, in `make test-all`, ...
 NOW = {*product(("dp", "ddp", "zero2"), [MNIST]), *product(("baseline", "fsdp", "zero3"), [BERT])}
-# `.ci/run` launches these by `make sweep`, by the ladder's page, and by test_elsewhere.py.
+LATER = {*product(("hsdp", "fsdp_offload", "zero3_offload"), [BERT])}
+LATER |= {*product(("zero1", "zero2_offload"), [MNIST])}
+# ... and in `.ci/run` by `make sweep`, by the ladder's page, and by test_elsewhere.py.
 THERE = {("baseline", MNIST), ("ddp", BERT), ("fsdp_keep", BERT), ("zero3", MNIST)}
 PAIRS = [
     (yaml, script)
@@ -70,10 +72,14 @@ def launched(request, tmp_path_factory):
         return dict(zip(pairs, pool.map(start, pairs), strict=True))
 
 
-@pytest.mark.parametrize(
-    "yaml, script",
-    [pytest.param(*pair, marks=[] if pair in NOW else pytest.mark.slow) for pair in PAIRS],
-)
+def mark(pair):
+    """When a pair is launched."""
+    if pair in NOW:
+        return []
+    return pytest.mark.slow if pair in LATER else pytest.mark.matrix
+
+
+@pytest.mark.parametrize("yaml, script", [pytest.param(*pair, marks=mark(pair)) for pair in PAIRS])
 def test_every_yaml_and_script_copied_to_any_folder(yaml, script, launched, references):
     result, reference = launched[yaml, script], references[script]
     assert result.code == 0, result.err
