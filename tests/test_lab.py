@@ -28,7 +28,8 @@ SMALLER = {  # sizes of the text, and those of the test
 SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run types
 FORKED = 6  # up to this exercise ranks are forked (see warm.py); the rest is about launchers
 ACCELERATE = """#!/bin/bash
-printf '%s\\n' "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log" && exit "$code"
+printf '%s\\n' {1} "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log"
+exit "$code"
 """
 
 
@@ -62,7 +63,8 @@ def check_kind(pasted, printed):
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
     """A function that types commands in a folder of its own, and returns what they print. If asked,
-    ranks are forked (see warm.py): `accelerate` is then a program that asks this process for them.
+    ranks are forked (see warm.py): `accelerate launch` and `accelerate-launch`, which sweep.sh
+    types, then ask this process for them.
     """
     folder, tools = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("tools")
     for name in (
@@ -79,8 +81,9 @@ def shell(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     for name in ("asked", "answered"):
         os.mkfifo(tools / name)
-    (tools / "accelerate").write_text(ACCELERATE.format(tools))
-    (tools / "accelerate").chmod(0o755)
+    for name, launch in (("accelerate", ""), ("accelerate-launch", "launch")):
+        (tools / name).write_text(ACCELERATE.format(tools, launch))
+        (tools / name).chmod(0o755)
 
     def answer():
         while True:
@@ -102,7 +105,7 @@ def shell(tmp_path_factory):
             input="\n".join(["set -e", *path, *lines]),
             cwd=folder,
             text=True,
-            timeout=300,
+            timeout=900,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
