@@ -168,6 +168,16 @@ def test_zero_refuses_a_path_from_which_deepspeed_cannot_resume(tmp_path):
     assert not (tmp_path / "r[1]").exists()
 
 
+@pytest.mark.slow
+def test_compilation_under_deepspeed_is_refused():
+    """accelerate drops the launcher's flag. So it is read from the parent, here a shell."""
+    words = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable]
+    words += ["import train_mnist_rnn as s; s.refuse_wrong_yaml('zero', s.parse_args())"]
+    for flags, code in ((["--dynamo_backend", "eager"], 1), ([], 0)):
+        done = subprocess.run([*words, *flags], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and ("drops --dynamo_backend" in done.stderr) == code
+
+
 def test_an_evaluation_batch_holds_no_copies():
     args = train_bert_squad.argparse.Namespace(
         output_dir="x",

@@ -320,7 +320,7 @@ def test_kill_during_a_save_and_a_truncated_checkpoint_cost_only_steps(undisturb
 def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(
     strategy, undisturbed, tmp_path, capsys
 ):
-    """Every file of the newest checkpoint in turn."""
+    """Every file of the newest checkpoint in turn, also where it was damaged once before."""
     checkpoints = undisturbed(strategy).folder / "checkpoints"
     *_, before, newest = sorted(checkpoints.glob("step_*"))
     written = json.loads((newest / "checkpoint.json").read_text().splitlines()[0])
@@ -337,6 +337,7 @@ def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(
         folder = tmp_path / str(i)
         for path in (newest, before):
             shutil.copytree(path, folder / "checkpoints" / path.name)
+        shutil.copytree(before, (folder / "checkpoints" / newest.name).with_suffix(".damaged"))
         damage(folder / "checkpoints" / newest.name / name)
         _, path, progress = script.open_folder(fake_run(folder, settings=settings))
         assert Path(path).name == before.name and step_of(path) == progress["step"]
