@@ -106,7 +106,7 @@ def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
     """They are in the record, and make no dp. The weights have their names, also when compiled. In
     bf16 the LSTM itself computes in fp32 under ddp: its weights are fp32.
     """
-    words = "--dataset digits --max_train_steps 1".split()
+    words = "--dataset digits --max_train_steps 1 --profile".split()
     result = launch(yaml, MNIST, tmp_path, *words, launcher=launcher.split())
     record = result.record
     assert (record["strategy"], record["processes"]) == (strategy, 1 if yaml == "baseline" else 2)
@@ -116,3 +116,4 @@ def test_options_of_the_launcher(yaml, launcher, strategy, tmp_path):
     assert record["workload"]["compute_dtype"] == dtype
     assert record["steps"] == len(result.losses) == 1 and record["samples_per_second"] > 0
     assert "head.weight" in result.weights
+    assert "warning: --profile traces steps 13 to 17 from the start" in result.out
