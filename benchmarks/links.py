@@ -138,7 +138,10 @@ def main():
     if not args.report_only:
         if problem := slurm_cluster.what_is_missing():
             sys.exit(f"error: {problem}")
-        measure_hsdp(folder, args) if args.hsdp else measure(folder, args.repeats, args.links)
+        if args.hsdp:
+            measure_hsdp(folder, args)
+        else:
+            measure(folder, args.repeats, args.links)
     if args.hsdp:
         return print(hsdp_table(folder, args))
     found = pd.concat([predictions(folder / link, link) for link in args.links])

@@ -68,8 +68,7 @@ def launch(*words, env):
     launcher = "-m accelerate.commands.accelerate_cli launch --main_process_port 0".split()
     command = [sys.executable, *launcher, *map(str, words)]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
-    kept = {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=ROOT, env=env, timeout=300, **kept)
+    return subprocess.run(command, cwd=ROOT, env=env, timeout=300, capture_output=True, text=True)
 
 
 class Checks:
