@@ -39,6 +39,8 @@ def test_a_completed_run_without_checkpoints_is_no_other_run(tmp_path):
     for path in sorted((tmp_path / "checkpoints").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     before = (tmp_path / "run.json").read_bytes()
+    again = launch("baseline", SCRIPT, tmp_path, *FLAGS, ok=False)
+    assert "holds another run: add --resume" in again.error_line()
     assert (
         "completed run already"
         in launch(
