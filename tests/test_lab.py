@@ -28,7 +28,7 @@ SMALLER = {  # sizes of the text, and those of the test
 SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run types
 FORKED = 6  # up to this exercise ranks are forked (see warm.py); the rest is about launchers
 ACCELERATE = """#!/bin/bash
-printf '%s\\n' {1} "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log"
+printf '%s\\n' {1} "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log" || exit 1
 exit "$code"
 """
 
