@@ -15,12 +15,15 @@ import struct
 import termios
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torchvision
 import warm
+from accelerate import utils
 from accelerate.utils import TorchDynamoPlugin
 from conftest import ROOT, STRATEGIES, environment, launch
 from safetensors.torch import load_file
@@ -102,6 +105,25 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
 
 
+def test_the_peak_is_the_most_that_a_process_held():
+    block = torch.ones(100_000_000)
+    held = psutil.Process().memory_info().rss / 1e6
+    del block
+    if "VmHWM" in Path("/proc/self/status").read_text():  # Not all kernels know it.
+        assert script.peak_memory() > held - 1
+
+
+def test_the_seed_makes_the_weights(tmp_path, monkeypatch):
+    """A learning rate of nearly nothing leaves them as they were made."""
+    words = [*DIGITS, *"--max_train_steps 1 --learning_rate 1e-12 --output_dir".split()]
+    for seed in (0, 7):
+        main_with(monkeypatch, *words, tmp_path / str(seed), "--seed", seed)
+        utils.set_seed(seed)
+        made, saved = script.RowLSTM(8, 64, 0.2), tmp_path / f"{seed}/model.safetensors"
+        for name, weight in load_file(saved).items():
+            assert torch.allclose(weight, made.state_dict()[name], rtol=0, atol=1e-6), (seed, name)
+
+
 RECORD = """version script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
     workload parameters seconds samples_per_second ranks metrics loss_history status resumed_from
@@ -125,6 +147,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
     assert all(rank["train_cpu"] > 0 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
     assert record["global_batch_size"] == 63 and record["steps"] == 30
+    assert record["workload"]["steps"] == 30 and record["workload"]["epochs"] is None
     assert record["status"] == "completed" and record["resumed_from"] is None
     seconds = record["seconds"]
     assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
@@ -148,6 +171,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path):
     log = baseline.out
     assert "\r" not in log + baseline.err and "%|" not in log + baseline.err
+    assert baseline.record["workload"]["epochs"] == 2
     assert "epoch 1/2" in log and f"{baseline.folder}/run.json" in log
     assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
 
