@@ -117,9 +117,24 @@ def read_baseline(args, parser):
     if not args.links:
         parser.error("--baseline needs the link: --check, or --bandwidth and --latency")
     try:
-        return seconds_of_record(json.loads(args.baseline.read_bytes()))
+        record = json.loads(args.baseline.read_bytes())
+        return {name: record.get(name) for name in SAME_WORK} | seconds_of_record(record)
     except UNREADABLE as reason:
         parser.error(f"{args.baseline} is no record of a run on one device ({reason!r})")
+
+
+# What the baseline has to have in common with the dry run.
+SAME_WORK = ["script", "per_device_batch_size", "gradient_accumulation_steps", "precision"]
+
+
+def refuse_other_work(args, record):
+    """Stop if the baseline is a run of other work than this one, by its own unfinished run.json. A
+    script that writes none is compared by its parameters only.
+    """
+    for name, ours in record.items():
+        theirs = args.alone.get(name)
+        if name in [*SAME_WORK, "parameters"] and theirs not in (None, ours):
+            stop(f"{args.baseline} is of other work: its {name} is {theirs}, and here it is {ours}")
 
 
 class Counted(BaseException):
@@ -323,8 +338,10 @@ def main():
     with tempfile.TemporaryDirectory() as own:  # its run.json is of no real run
         own_flags = ["--output_dir", f"{own}/run", "--max_train_steps", "1000"]
         train(script, [*flags, *own_flags], dry)
-    if args.alone and args.alone["parameters"] != dry.parameters:
-        stop(f"{args.baseline} is of another model: {args.alone['parameters']:,} parameters")
+        own_record = Path(own, "run", "run.json")
+        record = json.loads(own_record.read_bytes()) if own_record.exists() else {}
+    if args.alone:
+        refuse_other_work(args, record | {"parameters": dry.parameters})
     found = describe(args, script, dry) | {"argv": argv}
     folder = folder_of(flags, args)
     try:

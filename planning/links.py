@@ -146,6 +146,16 @@ def median_link(links):
     return links[0] | {"collectives": found} | shares
 
 
+def find_inside(cell, links):
+    """The check.json of a single node for HSDP on several nodes: of all ranks of a node, if there
+    is one. None for other strategies, and where no node was checked.
+    """
+    if cell["strategy"] != "hsdp" or cell["nodes"] == 1:
+        return None
+    one = {**cell, "nodes": 1, "devices": cell["devices"] // cell["nodes"]}
+    return find_link(one, [link for link in links if link["nodes"] == 1])
+
+
 def find_link(cell, links):
     """The check.json to predict a cell's steps with: that of its shape, else the one of the most
     processes on the most nodes. None if there is none.

@@ -65,9 +65,10 @@ def computing_seconds(cell, one):
     return one["step_seconds"] * (1 if pd.isna(longer) else longer)
 
 
-def predict(alone, row, devices, link, tree=False):
+def predict(alone, row, devices, link, tree=False, inside=None):
     """Predicted seconds of a step, or None if no formula is known. `alone`: those of the same
-    strategy on one device. `row`: what a record says of the run. `link`: a check.json.
+    strategy on one device. `row`: what a record says of the run. `link`: a check.json. `inside`:
+    that of a single node, over which HSDP gathers and scatters.
 
     On a GPU, DDP, FSDP and what DeepSpeed calls overlap_comm hide calls behind the computing. On a
     CPU only DDP does: the others wait for each call.
@@ -87,10 +88,15 @@ def predict(alone, row, devices, link, tree=False):
     on_cpu = str(row["device_name"]).startswith("CPU")
     by_default = not row["strategy"].startswith(("zero1", "zero2"))  # of ZeRO, DeepSpeed's own
     overlap = row["strategy"] == "ddp" if on_cpu else options.get("overlap_comm", by_default)
+
+    def seconds_of_call(call, in_a_row):
+        own = inside if inside and call.name != "all_reduce" else link
+        return seconds_of(call, in_a_row, own, devices, tree)
+
     return step_seconds(
         alone,
         steps,
-        lambda call, in_a_row: seconds_of(call, in_a_row, link, devices, tree),
+        seconds_of_call,
         overlap,
         link["busy"],
     )

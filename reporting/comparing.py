@@ -30,7 +30,7 @@ STEADY_STEPS = 30  # so many are enough for a rate
 SPREAD = 0.1  # between repeats, of their median: more is marked
 START = 0.1  # of the training: a longer start is marked
 BUSY = 0.8  # of a core: a rank that got less is marked
-FALSE_CLAIMS = 0.05  # of the reports on cells that are equally fast, at most
+FALSE_CLAIMS = 0.05  # of the workloads with cells that are equally fast, at most
 
 # How the report names a YAML, in the order of its tables.
 STRATEGIES = {
@@ -202,7 +202,7 @@ class Noise:
 
     def margin(self, *cells: Cell) -> float:
         """By how much two cells have to differ, as a fraction: for equal ones, the largest of all
-        pairs' differences is larger in FALSE_CLAIMS of the reports (Tukey's honest significant
+        pairs' differences is larger in FALSE_CLAIMS of the workloads (Tukey's honest significant
         difference, on logarithms). Without cells: what it is at least, with the most repeats. A
         cell that varies more than the rest counts with its own variance.
         """

@@ -2,6 +2,7 @@
 
 import base64
 import html
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -123,13 +124,16 @@ def shape_tables(
     out of it as they are shown. Nothing if only baselines are known.
     """
     found = {}
+    numbers: Counter[tuple[str, tuple[int, int, int | None]]] = Counter()
     for cell, one in sorted(pairs, key=lambda pair: -pair[0].seconds):
         text = f"{cell.seconds:.1f} s"
         if one:
             text += f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %"
         if not cell.is_baseline:
             place = (cell.setting.nodes, cell.setting.gpus_per_node, cell.setting.global_batch_size)
-            found[cell.short, place] = text  # of several, such as micro-batches, the fastest
+            numbers[cell.short, place] += 1
+            several = f" (fastest of {numbers[cell.short, place]})"  # cores, micro-batches, shards
+            found[cell.short, place] = text + (several if numbers[cell.short, place] > 1 else "")
     if not found:
         return
     for name, shape in lost:

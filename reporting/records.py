@@ -9,10 +9,11 @@ import tempfile
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from pydantic import (
     AllowInfNan,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -60,6 +61,21 @@ STATUS = {
 }
 
 
+Number = NonNegativeInt | NonNegativeFloat | Literal["auto"]
+
+
+class Options(Typed):
+    """Of a strategy's options, those that formulas calculate with. The others stay as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    dp_shard_size: PositiveInt = 1
+    reduce_bucket_size: Number = "auto"
+    stage3_param_persistence_threshold: Number = "auto"
+    stage3_prefetch_bucket_size: Number = "auto"
+    stage3_max_live_parameters: Number = "auto"
+
+
 class Record(Typed):
     """The fields of a run.json that the report reads."""
 
@@ -79,7 +95,7 @@ class Record(Typed):
     loss_history: list[tuple[NonNegativeInt, Annotated[float, AllowInfNan(True)]]]
     per_device_batch_size: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
-    strategy_options: dict[str, Any] | None = None
+    strategy_options: Options | None = None
     activation_checkpointing: bool | None = None
     threads: PositiveInt | None = None
     tensors: list[PositiveInt] | None = None
@@ -161,10 +177,11 @@ def find_work(record: Record) -> Work:
 
 
 def find_setting(record: Record) -> Setting:
-    options = record.strategy_options or {}
+    known = record.strategy_options
+    options = known.model_dump(exclude_unset=True) if known else {}
     on_host = Counter(rank.host for rank in record.ranks)
     cores = [rank.cores and rank.cores / on_host[rank.host] for rank in record.ranks]
-    known = [share for share in cores if share]
+    shares = [share for share in cores if share]
     return Setting(
         strategy=name_yaml(record.strategy, options),
         nodes=record.nodes,
@@ -174,7 +191,7 @@ def find_setting(record: Record) -> Setting:
         global_batch_size=record.global_batch_size,
         strategy_options=json.dumps(options, sort_keys=True),
         activation_checkpointing=bool(record.activation_checkpointing),
-        cores=min(known) if known else None,
+        cores=min(shares) if shares else None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planning.facts import UNREADABLE
-from planning.links import find_link, find_links
+from planning.links import find_inside, find_link, find_links
 from planning.prediction import computing_seconds, interval, predict
 from reporting.comparing import Cell, Prediction
 from reporting.records import explain, find_files, read_record
@@ -114,7 +114,8 @@ def predict_cell(cell: Cell, cells: list[Cell], links: list[dict[str, Any]]) -> 
     alone = seconds_alone(cell, one)
     if cell.devices == 1 or one is None or alone is None or not link or not cell.step_seconds:
         return None
-    step = predict(alone, cell.row(), cell.devices, link)
+    inside = find_inside(cell.row(), links)
+    step = predict(alone, cell.row(), cell.devices, link, inside=inside)
     if step is None:
         return None
     low, high = interval(step, step, one.row(), cell.devices, link)

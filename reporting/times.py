@@ -41,7 +41,10 @@ def parse_seconds(text: str) -> float:
     """Seconds from "186.6", "3m6.619s", "1h2m3s" or, as a German `time` prints, "3m6,619s". Raises
     ValueError.
     """
-    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+(?:[.,]\d*)?)s?", str(text).strip().lower())
+    text = str(text).strip().lower()
+    if re.fullmatch(r"\d{1,3},\d{3}s?", text):
+        raise ValueError(f"{text!r} is no time: a comma may mean thousands here, so write a point")
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+(?:[.,]\d*)?)s?", text)
     parts = match.groups() if match else ("0", "0", "0")
     numbers = [float((part or "0").replace(",", ".")) for part in parts]
     seconds = numbers[0] * 3600 + numbers[1] * 60 + numbers[2]

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, RUNGS, STRATEGIES, launch, run, run_forked
 from test_bert import TINY
 
-from planning import counting, facts, links, prediction, traffic
+from planning import counting, facts, links, memory, prediction, traffic
 
 YAMLS = [*STRATEGIES, *RUNGS, "hsdp"]
 SCRIPTS = {
@@ -109,6 +109,7 @@ def assert_near(counted, expected, strategy):
         assert counted[key][1] == pytest.approx(size), key
 
 
+GAPS = {("zero3", "parameters"): 1.46 / 0.85, ("zero2", "gradients"): 94 / 0.85}
 SCALE = runpy.run_path(str(ROOT / "docs" / "img" / "draw_scale.py"))
 
 
@@ -125,6 +126,12 @@ def test_the_formulas_count_what_dry_runs_of_512_ranks_counted(cell):
     }
     assert cell["devices"] == 512
     assert_near(counted, expected, cell["strategy"])
+    shards, held = {"hsdp": 8}.get(cell["strategy"], 512), cell["held_bytes"]
+    formula = memory.bytes_of_parts(cell["strategy"].split(",")[0], cell["parameters"], shards)
+    held["states"] += held["master_copy"]
+    for part in ("parameters", "gradients", "states"):  # The gaps are those of docs/scale.md.
+        more = GAPS.get((cell["strategy"][:5], part), 1.18 if cell["strategy"] == "fsdp" else 1)
+        assert held[part] / formula[part] == pytest.approx(more, rel=0.005), part
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
@@ -171,6 +178,8 @@ def test_seconds_and_a_step_are_predicted(tmp_path):
     record |= {"seconds": {"train": 8.0}, "samples_per_second": None, "global_batch_size": 2}
     (tmp_path / "run.json").write_text(json.dumps(record))
     link = ["--bandwidth", 1, "--latency", 10, "--baseline", tmp_path / "run.json"]
+    wrong = dry_run(*link, 2, YAML, *SCRIPTS["mnist"], "--output_dir", tmp_path / "dry", ok=False)
+    assert "other work: its parameters is 375298, and here it is 19594" in wrong.error_line()
     dry = count(tmp_path / "dry", 4, "hsdp", SCRIPTS["bert"], first=["--nodes", 2, *link])
     assert {row["nodes"] for row in dry["collectives"]} == {1, 2}
     hidden, shown = dry["predicted"]["step_seconds"]

@@ -24,7 +24,6 @@ import torch
 import torchvision
 import warm
 from accelerate import utils
-from accelerate.utils import TorchDynamoPlugin
 from conftest import ROOT, STRATEGIES, environment, launch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -94,8 +93,8 @@ def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
 
 
 def test_memory_is_that_of_training_alone(baseline, tmp_path):
-    """An evaluation holds 400 MB more than training does, also than the epoch after it. And the
-    run's real time is not longer than the run.
+    """An evaluation holds 400 MB more than training does, also than the epoch after it. The run's
+    real time is not longer than the run. The peak is the most held, and not what is held.
     """
     [usual], start = baseline.record["ranks"], time.time()
     result = launch("baseline", SCRIPT, tmp_path, *flags(64), env={"SPY_MEMORY": "400"})
@@ -103,9 +102,6 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     peak = rank["peak_memory_mb"]
     assert seconds / 4 < rank["real"] < seconds
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
-
-
-def test_the_peak_is_the_most_that_a_process_held():
     block = torch.ones(100_000_000)
     held = psutil.Process().memory_info().rss / 1e6
     del block
@@ -171,7 +167,6 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path):
     log = baseline.out
     assert "\r" not in log + baseline.err and "%|" not in log + baseline.err
-    assert baseline.record["workload"]["epochs"] == 2
     assert "epoch 1/2" in log and f"{baseline.folder}/run.json" in log
     assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
 
@@ -375,7 +370,7 @@ def test_deepspeeds_groups_have_a_timeout_of_their_own(tmp_path):
 def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
     """What the launcher sets is False, and torch's own default is None."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
-    assert TorchDynamoPlugin().dynamic is False
+    assert utils.TorchDynamoPlugin().dynamic is False
 
 
 def test_dataparallels_threads_forget_the_dtype_of_autocast():

@@ -15,7 +15,7 @@ import torch
 import transformers
 from conftest import ROOT, run
 
-from planning import links, prediction, traffic
+from planning import facts, links, prediction, traffic
 from reporting import splitting
 
 fit_line = runpy.run_path(str(ROOT / "sbatch" / "check.py"))["fit_line"]
@@ -186,3 +186,12 @@ def test_links_of_two_networks_are_not_averaged(tmp_path):
         (tmp_path / name / "check.json").write_text(json.dumps(link))
     found = [link["collectives"]["all_reduce"] for link in links.find_links(tmp_path)]
     assert [line["bandwidth_bytes_per_second"] for line in found] == [21e9, 1e9]
+
+
+def test_hsdp_gathers_over_the_link_inside_a_node():
+    both = [links.link_of(1e6, 0), links.link_of(1e12, 0) | {"nodes": 1}]
+    row = dict.fromkeys([*facts.ARCHITECTURE, "tensors"]) | {"precision": "no", "parameters": 10**6}
+    row |= {"strategy": "hsdp", "strategy_options": '{"dp_shard_size": 2}', "device_name": "CPU"}
+    row |= {"nodes": 2, "devices": 4, "gradient_accumulation_steps": 1}
+    across, inside = links.find_link(row, both), links.find_inside(row, both)
+    assert prediction.predict(1, row, 4, across, inside=inside) == pytest.approx(3, rel=1e-3)

@@ -352,7 +352,8 @@ def test_a_wrong_type_in_a_record_skips_this_record(tmp_path):
     """Each value of a record, replaced by values of other types: such a record is in the tables, or
     skipped with a line that names the field.
     """
-    good = record("ddp", 2, 50, strategy_options={"overlap_comm": True}, tensors=[1, 2])
+    options = {"overlap_comm": True, "dp_shard_size": 2, "reduce_bucket_size": 9}
+    good = record("ddp", 2, 50, strategy_options=options, tensors=[1, 2])
     wrong = [None, "x", -1, 0.5, True, [], ["x"], {"x": 1}]
     places = paths_of(good)[1:]
     for number, (place, value) in enumerate(itertools.product(places, wrong)):
@@ -411,7 +412,7 @@ def test_times_are_read_as_people_write_them(tmp_path):
 def test_times_are_read_and_printed_as_time_does():
     for text, seconds in (("186.6", 186.6), (" 3m6.619s", 186.619), ("1h2m3.5s", 3723.5)):
         assert times.parse_seconds(text) == pytest.approx(seconds)
-    for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s"):
+    for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s", "2,400"):
         with pytest.raises(ValueError, match="is no time"):
             times.parse_seconds(text)
     printed = [tables.as_time_prints(seconds) for seconds in (118.544, 59.9997)]

@@ -171,6 +171,7 @@ def test_what_ranks_find_on_the_nodes(cluster, start, project, tmp_path):
 
 BARE = "/usr/bin:/bin:/usr/sbin:/sbin"
 REFUSED = {  # what sbatch gets, and what the job says
+    "sbatch/2node.sh accelerate_configs/hsdp.yaml probe.py": "hsdp.yaml shards the model inside a",
     "sbatch/2node.sh accelerate_configs/dp.yaml probe.py": "dp.yaml is one process on one node",
     "sbatch/2node.sh accelerate_configs/ddq.yaml": "no YAML accelerate_configs/ddq.yaml; there are",
     "sbatch/1node.sh train.py --num_epochs 2": "no script train.py in ",
