@@ -232,8 +232,8 @@ def make_loaders(train_x, train_y, test_x, test_y, run):
     """The DataLoaders of both splits. A batch is that of all ranks, and each takes its part."""
     device = run.accelerator.device
     pixels = train_x.float()
-    mean = pixels.mean().item()
-    std = pixels.std(correction=0).item()
+    mean = pixels.mean()
+    std = pixels.std(correction=0)
     train_images, test_images = [
         Images(((x.float() - mean) / std).to(device), y.to(device))
         for x, y in [(train_x, train_y), (test_x, test_y)]
@@ -409,7 +409,8 @@ class Run:
         """Resume if need be, heed signals, and say what runs. A collective."""
         self.optimizer = optimizer
         self.schedule = schedule
-        # deepspeed 0.19.8 fills ZeRO-3's shards up with uninitialized memory: until it clears that.
+        # deepspeed 0.19.8 leaves memory uninitialized where ZeRO-3's shards are filled up. Remove
+        # this when it clears that.
         for shard in getattr(optimizer.optimizer, "fp32_partitioned_groups_flat", ()):
             shard.data.nan_to_num_()
         if self.resumed_from:
@@ -449,7 +450,7 @@ class Run:
                 batch = next(batches, None)
             if batch is None:
                 return
-            # That of this batch's step.
+            # The rate of the step that this batch belongs to.
             self.learning_rate = float(self.schedule.get_last_lr()[0])
             yield batch
 
@@ -470,8 +471,7 @@ class Run:
     def sync(self, saving: bool, grad_norm):
         """Read and log the losses, agree whether to stop, and save if it is time. A collective."""
         progress = self.progress
-        per_step = self.args.gradient_accumulation_steps
-        losses, seconds = read_losses(self.accelerator, self.losses, per_step, self.clock)
+        losses, seconds = read_losses(self)
         self.losses = []
         self.clock.seconds["train"] += seconds
         if progress.step == self.warm_step:
@@ -509,7 +509,7 @@ class Run:
             yield batch
 
     def add_evaluation(self, metrics: dict, score: float, text: str) -> bool:
-        """Note an epoch's metrics. Whether it scored higher than all before it."""
+        """Note an epoch's metrics. Return whether it scored higher than all before it."""
         progress = self.progress
         if not math.isfinite(score):
             self.fail(f"the evaluation after step {progress.step} gave {metrics}")
@@ -559,9 +559,9 @@ class StopSignal:
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any rank was told to stop. A collective."""
-        # The parent of one that nobody launched is a shell, which may go.
+        # Without a launcher, the parent is a shell, which may end.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ
-        if self.received or (launched and os.getppid() != self.parent):
+        if self.received or launched and os.getppid() != self.parent:
             accelerator.set_trigger()
         return accelerator.check_trigger()
 
@@ -598,14 +598,15 @@ class Display:
             self.line_at = time.monotonic()
 
 
-def read_losses(accelerator, losses, per_step, clock):
-    """The loss of each step, of the losses of its micro-batches on the device; and the seconds that
-    these steps took. Both are means over all ranks, so the same on each. A collective.
+def read_losses(run: Run):
+    """The loss of each step since the last sync, and the seconds that these steps took. Both are
+    means over all ranks, so the same on each. A collective.
     """
-    means = torch.stack(losses).view(-1, per_step).mean(1)
+    means = torch.stack(run.losses).view(-1, run.args.gradient_accumulation_steps).mean(1)
     own = means.tolist()  # This waits for the device, so the lap ends after it.
-    own.append(clock.end_lap())
-    *losses, seconds = accelerator.reduce(torch.tensor(own, device=means.device), "mean").tolist()
+    own.append(run.clock.end_lap())
+    own = torch.tensor(own, device=means.device)
+    *losses, seconds = run.accelerator.reduce(own, "mean").tolist()
     return losses, seconds
 
 
@@ -905,7 +906,7 @@ def describe_run(run: Run) -> dict:
 
 def settings_of(record: dict) -> dict:
     """What a resumed run must have again. The number of devices is not in it, as long as the global
-    batch is the same, nor the step from baseline to ddp. But ZeRO's shards are for so many devices.
+    batch is the same, and baseline may go on as ddp. But ZeRO's shards are for so many devices.
     """
     strategy = record["strategy"]
     if strategy == "baseline":
@@ -913,12 +914,11 @@ def settings_of(record: dict) -> dict:
     elif strategy.startswith("zero"):
         strategy = f"{strategy} on {record['devices']}"
     options = record["strategy_options"].items()
-    same = {
+    return {
         "strategy": strategy,
         "strategy_options": {key: value for key, value in options if key not in HSDP_SIZES},
         "global_batch_size": record["global_batch_size"],
-    }
-    return same | record["workload"]
+    } | record["workload"]
 
 
 def read_record(folder: Path):
@@ -940,7 +940,7 @@ def write_record(run: Run, status: str):
         "rank": run.accelerator.process_index,
         "host": os.uname().nodename,
         "device_name": device_name(),
-        # The launcher's, which its ranks share: one itself may be pinned to some of them.
+        # The launcher's, which its ranks share. A rank may be pinned to only some of them.
         "cores": len(os.sched_getaffinity(os.getppid())),
         "real": age(),
         "user": used.user,
@@ -990,9 +990,7 @@ def write_whole(path: Path, text: str):
 
 
 def make_accelerator(args):
-    """The Accelerator for the launcher's YAML, and its strategy: baseline, dp, ddp, fsdp, hsdp,
-    zero1, zero2 or zero3.
-    """
+    """The Accelerator for the launcher's YAML, and its strategy, as "zero2". A collective."""
     strategy = read_strategy()
     refuse_wrong_launch(strategy)
     refuse_wrong_yaml(strategy, args)
@@ -1014,7 +1012,7 @@ def make_accelerator(args):
 
     # After the Accelerator is made: what it took from the launcher, and has to be otherwise.
     state = accelerator.state
-    # accelerate 1.15 says False: each width is compiled anew, and after 8 none. Until it says None.
+    # accelerate 1.15 says False, and torch gives up after 8 widths. Remove this when it says None.
     state.dynamo_plugin.dynamic = state.dynamo_plugin.dynamic or None
     if strategy == "fsdp" and not torch.cuda.device_count():
         state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15: it needs a GPU
@@ -1024,9 +1022,15 @@ def make_accelerator(args):
         strategy += str(zero["stage"])
         if strategy == "zero3":
             zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
-        # DeepSpeed clips by a setting of its own, by 1.0 if it is "auto". What a YAML says counts,
-        # and is recorded, as if --max_grad_norm had said it.
-        clipping = config["gradient_clipping"]
+        own = {"optimizer", "scheduler", "communication_data_type", "data_types"} & set(config)
+        steps = config["gradient_accumulation_steps"]
+        if own or steps not in ("auto", args.gradient_accumulation_steps):
+            abort(
+                "leave optimizer, scheduler and data types out of DeepSpeed's JSON, and write "
+                '"auto" for gradient_accumulation_steps'
+            )
+        # "auto" would clip by 1.0. Without --max_grad_norm, what a YAML says counts.
+        clipping = config.get("gradient_clipping", "auto")
         if clipping != "auto" and not args.max_grad_norm:
             args.max_grad_norm = clipping or None
         config["gradient_clipping"] = args.max_grad_norm or 0.0
@@ -1069,7 +1073,7 @@ def refuse_wrong_launch(strategy):
     if env("LOCAL_RANK") is None and (not alone or "MASTER_ADDR" in os.environ):
         abort(
             "WORLD_SIZE, MASTER_ADDR or Slurm tell of more processes, and each would train alone: "
-            "use ddp.yaml, without --cpu; for one process, --num_processes 1"
+            "use ddp.yaml, without --cpu; for one process, --num_processes 1, or unset these"
         )
     if gpus and not torch.cuda.is_available():
         abort("torch finds a GPU that it cannot use: is its driver too old? See nvidia-smi")
@@ -1089,7 +1093,7 @@ def refuse_wrong_yaml(strategy, args):
         abort("FSDP's first version is not supported: write fsdp_version: 2 into the YAML")
     if env("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         abort("a new head would train on rank 0 only: fsdp_cpu_ram_efficient_loading: false")
-    hsdp = "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
+    hsdp = env("ACCELERATE_USE_PARALLELISM_CONFIG")
     if hsdp and math.prod(sizes_of_hsdp().values()) != int(env("WORLD_SIZE", 1)):
         abort(
             "--parallelism_config_dp_replicate_size NODES times --parallelism_config_dp_shard_size "
@@ -1097,7 +1101,10 @@ def refuse_wrong_yaml(strategy, args):
         )
     if strategy == "zero" and re.search(r"[\[*?]", args.output_dir):
         abort("DeepSpeed resumes from no path with [, * or ? in it: change --output_dir")
-    if strategy == "zero" and "--dynamo_backend" in psutil.Process(os.getppid()).cmdline():
+    if (
+        strategy == "zero"
+        and "--dynamo_backend" in Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    ):
         abort("accelerate 1.15 drops --dynamo_backend under DeepSpeed: use fsdp.yaml")
 
 
@@ -1170,7 +1177,7 @@ def in_turn(load, *args):
 
 def abort(message: str):
     """End the run with one line. It is rank 0's: the launcher ends the other ranks as they sleep. A
-    rank that is alone with its problem wakes up, and says it.
+    rank that is alone with its problem prints its own line after 10 seconds.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.environ.get("RANK", "0") != "0":
@@ -1186,8 +1193,9 @@ def abort_if_known(problem: Exception, folder: str):
             "out of memory: lower --per_device_train_batch_size, or shard the model by fsdp.yaml; "
             f"in the project, python fit.py {folder}/run.json tells what held how much"
         )
-    of_a_disk = re.search("No space left|PytorchStreamWriter|os error", text)
-    if of_a_disk or (isinstance(problem, OSError) and problem.filename):
+    if getattr(problem, "filename", None) or re.search(
+        "No space left|Disk quota|Input/output error|PytorchStreamWriter|os error", text
+    ):
         abort(f"{problem}: mend that, then --resume goes on from the newest checkpoint")
 
 

@@ -112,15 +112,13 @@ def test_a_full_disk_and_a_read_only_one_are_one_line_and_the_run_goes_on(tmp_pa
 @pytest.mark.parametrize(
     "problem, sentence",
     [
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
-            "out of memory: lower",
-        ),
+        (RuntimeError("error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out of memory: lower"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out of memory: lower"),
         (MemoryError(), "out of memory: lower"),
         (FileNotFoundError(2, "No such file or directory", "/x/y"), "'/x/y': mend that"),
         (RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"), "mend that"),
         (RuntimeError("a bug"), None),
+        (OSError(122, "Disk quota exceeded"), "mend that"),
         (ConnectionResetError(104, "Connection reset by peer"), None),
     ],
 )

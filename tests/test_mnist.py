@@ -105,8 +105,8 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     block = torch.ones(100_000_000)
     held = psutil.Process().memory_info().rss / 1e6
     del block
-    if "VmHWM" in Path("/proc/self/status").read_text():  # Not all kernels know it.
-        assert script.peak_memory() > held - 1
+    kernel_knows_it = "VmHWM" in Path("/proc/self/status").read_text()
+    assert script.peak_memory() > held - 1 or not kernel_knows_it
 
 
 def test_the_seed_makes_the_weights(tmp_path, monkeypatch):

@@ -23,12 +23,8 @@ FSDP_2 = FSDP | {
     "fsdp_cpu_ram_efficient_loading": False,
 }
 NORM = 0.05  # Most gradients of the LSTM are longer.
-JSON = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": NORM,
-    "zero_optimization": {"stage": 1},
-}
+AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+JSON = {"zero_optimization": {"stage": 1}} | dict.fromkeys(AUTO, "auto")
 NUMBERS = count()
 
 
@@ -43,6 +39,10 @@ def written(tmp_path):
     """Writes a YAML of these settings, as accelerate does, and returns its path."""
 
     def write(kind, **settings):
+        if "zero_optimization" in settings:  # They are DeepSpeed's own, in a JSON.
+            (tmp_path / "own.json").write_text(json.dumps(settings))
+            own = {"zero3_init_flag": False, "deepspeed_config_file": str(tmp_path / "own.json")}
+            settings = {"deepspeed_config": own, "mixed_precision": None}
         config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "debug": False}
         config |= {"mixed_precision": "no", "use_cpu": False, "num_processes": 2} | settings
         path = tmp_path / f"{next(NUMBERS)}.yaml"
@@ -76,16 +76,13 @@ def baseline(tmp_path_factory):
         ("zero1", NORM, "DEEPSPEED", zero(1, gradient_clipping=NORM)),
         ("zero2", None, "DEEPSPEED", zero(2)),
         ("zero3", NORM, "DEEPSPEED", zero(3, gradient_clipping=NORM)),
-        ("zero1", NORM, "DEEPSPEED", {"deepspeed_config": {"zero3_init_flag": False}}),
+        ("zero1", NORM, "DEEPSPEED", JSON | {"gradient_clipping": NORM}),
+        ("zero1", None, "DEEPSPEED", JSON),
     ],
 )
 def test_what_a_yaml_changes_is_honoured_and_recorded(
     strategy, clipped, kind, settings, written, baseline, tmp_path
 ):
-    if settings.get("deepspeed_config") == {"zero3_init_flag": False}:  # the rest is in a JSON
-        (tmp_path / "own.json").write_text(json.dumps(JSON))
-        settings["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "own.json")
-        settings |= {"mixed_precision": None}
     run = launch(written(kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
     record = run.record
     assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
@@ -94,6 +91,7 @@ def test_what_a_yaml_changes_is_honoured_and_recorded(
         assert run.losses != pytest.approx(baseline(), rel=1e-4), "clipping changes the losses"
 
 
+STEPS, ADAM = {"gradient_accumulation_steps": 4}, {"optimizer": {"type": "Adam"}}
 RAM = FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}
 ACCUMULATE = ["--gradient_accumulation_steps", "4"]
 
@@ -108,6 +106,8 @@ ACCUMULATE = ["--gradient_accumulation_steps", "4"]
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
         ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
+        ("DEEPSPEED", JSON | STEPS, [], [], 'write "auto" for gradient_accumulation_steps'),
+        ("DEEPSPEED", JSON | ADAM, [], [], "leave optimizer, scheduler and data types out"),
     ],
 )
 def test_what_would_be_another_run_is_refused_and_leaves_nothing(
