@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
 from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
 
 from planning import traffic  # noqa: E402
+from planning.links import bus_share  # noqa: E402
 
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
@@ -77,14 +78,17 @@ def calls_by_formula(strategy, devices):
 
 
 def by_level(strategy, devices):
-    """Calls of a step, and the bytes of those inside a node and of those between nodes. HSDP's
-    first groups are in a node; all other groups have all devices.
+    """Calls of a step, and the bytes of their tensors, inside a node and between nodes; and the
+    bytes that a device sends for them, as `bus_share` says. HSDP's first groups are in a node; all
+    other groups have all devices.
     """
-    found = {"calls": 0, "inside": 0, "between": 0}
-    for kind, _, size in calls_by_formula(strategy, devices):
+    found = dict.fromkeys(("calls", "inside", "between", "sent inside", "sent between"), 0)
+    for kind, ranks, size in calls_by_formula(strategy, devices):
         inside = devices <= PER_NODE or strategy == "hsdp" and kind != "all_reduce"
+        level = "inside" if inside else "between"
         found["calls"] += 1
-        found["inside" if inside else "between"] += size
+        found[level] += size
+        found[f"sent {level}"] += size * bus_share(kind, ranks)
     return found
 
 
@@ -232,11 +236,11 @@ def draw(found, folder):
     sizes = {}
     for name, colour in COLOURS.items():
         for level, dash in (("inside", "6 4"), ("between", "none")):
-            megabytes = {n: size / 1e6 for n, size in values(name, level).items() if size}
+            megabytes = {n: size / 1e6 for n, size in values(name, f"sent {level}").items() if size}
             if level == "between" or name == "hsdp":
                 sizes[f"{name}, {level}"] = colour, dash, megabytes
     picture = chart(
-        "MB that a step's calls carry, inside and between nodes", found, sizes, 10, 10_000
+        "MB that a device sends in a step, inside and between nodes", found, sizes, 10, 10_000
     )
     picture.save(folder / "scale-bytes.svg", BOTTOM + 50)
 
