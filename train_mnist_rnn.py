@@ -603,9 +603,8 @@ def read_losses(run: Run):
     means over all ranks, so the same on each. A collective.
     """
     means = torch.stack(run.losses).view(-1, run.args.gradient_accumulation_steps).mean(1)
-    own = means.tolist()  # This waits for the device, so the lap ends after it.
-    own.append(run.clock.end_lap())
-    own = torch.tensor(own, device=means.device)
+    # `tolist` waits for the device, so the lap ends after it.
+    own = torch.tensor([*means.tolist(), run.clock.end_lap()], device=means.device)
     *losses, seconds = run.accelerator.reduce(own, "mean").tolist()
     return losses, seconds
 
@@ -750,6 +749,7 @@ def save_checkpoint(run: Run):
     if run.accelerator.is_main_process:
         contents = {
             "format": CHECKPOINT_FORMAT,
+            "version": VERSION,
             "settings": run.settings,
             "progress": vars(run.progress),
             "files": dict(sums),

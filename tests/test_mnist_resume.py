@@ -326,6 +326,7 @@ def test_a_flipped_byte_or_a_missing_file_costs_one_checkpoint(
     written = json.loads((newest / "checkpoint.json").read_text().splitlines()[0])
     names = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
     settings, sums = written["settings"], written["files"]
+    assert written["version"] == script.VERSION
     assert set(sums) == names - {"checkpoint.json"} and len(names) >= 5
 
     def flip(path):

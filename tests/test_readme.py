@@ -61,7 +61,8 @@ def small(command, folder):
 
 def test_no_command_is_left_to_rot():
     assert {*CI, *ELSEWHERE} <= COMMANDS and HERE == LAUNCHES + JOBS, "a command needs a test"
-    assert all(command in (ROOT / ".ci" / "run").read_text() for command in CI)
+    words = set((ROOT / ".ci" / "run").read_text().split())
+    assert all(words >= set(command.split()) for command in CI)
 
 
 @pytest.mark.slow
