@@ -19,10 +19,20 @@ import argparse
 import json
 import math
 import re
+import signal
 import sys
 from pathlib import Path
 
-from planning.memory import PLACES, SIZES, count_parameters, explain_run, largest_batch, memory_of
+from planning.facts import name_yaml
+from planning.memory import (
+    PLACES,
+    SIZES,
+    count_parameters,
+    hold,
+    largest_batch,
+    memory_of,
+    next_rungs,
+)
 
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
@@ -73,6 +83,49 @@ def read_memory(text):
     if not match or not float(match[1]):
         raise ValueError(f"{text!r} is no memory such as 40GB or 80GiB")
     return float(match[1]) * (1024 if match[3] else 1000) ** (" MGT".index(match[2].upper()) + 1)
+
+
+def explain_run(run):
+    """What `hold` and `next_rungs` say of a record, as lines. Raises LookupError, TypeError,
+    ValueError or AttributeError if it is none.
+    """
+    work = run["workload"]
+    rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
+    run = run | {
+        "yaml": name_yaml(run["strategy"], run["strategy_options"]),
+        "rank": rank,
+        "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
+        "on_cpu": run["device_name"].startswith("CPU"),
+    }
+    held, host, kept, spared = hold(run)
+    yield (
+        "{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
+        "{per_device_batch_size} x {}, mixed_precision {}".format(
+            work["sequence_length"], work["precision"], **run
+        )
+    )
+    if peak := rank["peak_memory_mb"]:
+        yield f"MB that rank {rank['rank']} held at its peak:\n"
+    else:
+        yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
+    for name, size in (held | {"total": sum(held.values())}).items():
+        yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
+    measured = "The total, and libraries and data," if peak else "Libraries and data"
+    yield f"\n{measured} are measured; the rest is by formula."
+    if math.isnan(kept):
+        yield "Activations are not in it: no formula here knows those of this model."
+    if host:
+        yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
+    yield "\nTry next, in this order (docs/lab/12-ladder.md); in MB, what each saves at most:\n"
+    rungs = next_rungs(run, kept, spared)
+    yield from (
+        f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
+        for text, saved in rungs
+    )
+    if not rungs:
+        yield "a smaller model, or a device with more memory"
+    if not peak:
+        yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."
 
 
 def parse_args():
@@ -217,4 +270,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `fit.py 40GB | head` ends without a traceback.
     main()

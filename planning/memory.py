@@ -5,7 +5,7 @@ import math
 
 import pandas as pd
 
-from planning.facts import ARCHITECTURE, name_yaml, shards_of
+from planning.facts import ARCHITECTURE, shards_of
 
 SIZES = [
     "num_hidden_layers",
@@ -336,55 +336,15 @@ def next_rungs(run, kept, spared):
                 kept * (1 - 1 / parts) - whole,
             )
         )
+    yamls = ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"])
+    shards = [
+        (f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks))
+        for name in yamls
+    ]
+    rungs.append(shards[0])
     if run.get("activation_checkpointing") is False:
         rungs.append(("--activation_checkpointing", spared))
-    for name in ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"]):
-        rungs.append(
-            (f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks))
-        )
+    rungs += shards[1:]
     if run["yaml"].startswith(("fsdp", "zero3")):
         rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
     return [rung for rung in rungs if not rung[1] < 1e6]
-
-
-def explain_run(run):
-    """What `hold` and `next_rungs` say of a record, as lines. Raises LookupError, TypeError,
-    ValueError or AttributeError if it is none.
-    """
-    work = run["workload"]
-    rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
-    run = run | {
-        "yaml": name_yaml(run["strategy"], run["strategy_options"]),
-        "rank": rank,
-        "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
-        "on_cpu": run["device_name"].startswith("CPU"),
-    }
-    held, host, kept, spared = hold(run)
-    yield (
-        "{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
-        "{per_device_batch_size} x {}, mixed_precision {}".format(
-            work["sequence_length"], work["precision"], **run
-        )
-    )
-    if peak := rank["peak_memory_mb"]:
-        yield f"MB that rank {rank['rank']} held at its peak:\n"
-    else:
-        yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
-    for name, size in (held | {"total": sum(held.values())}).items():
-        yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
-    measured = "The total, and libraries and data," if peak else "Libraries and data"
-    yield f"\n{measured} are measured; the rest is by formula."
-    if math.isnan(kept):
-        yield "Activations are not in it: no formula here knows those of this model."
-    if host:
-        yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
-    yield "\nTry next, in this order (docs/lab/12-ladder.md); in MB, what each saves at most:\n"
-    rungs = next_rungs(run, kept, spared)
-    yield from (
-        f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
-        for text, saved in rungs
-    )
-    if not rungs:
-        yield "a smaller model, or a device with more memory"
-    if not peak:
-        yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."

@@ -235,7 +235,7 @@ def check_ladder(checks):
     failed = checks.run(BERT, "baseline", *SHORT, **spy)
     lines = re.findall("^error: out of memory.*", failed["err"], re.M)
     checks.add("out of memory", "; ".join(lines) or failed["err"][-200:], len(lines) == 1)
-    told = list(memory.explain_run(failed))  # as fit.py prints it
+    told = list(fit.explain_run(failed))  # as fit.py prints it
     checks.add("what held how much", f"fit.py has {len(told)} lines", "gradients" in str(told))
 
 

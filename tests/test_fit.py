@@ -245,7 +245,7 @@ def explained(strategy, options=None, peak=0, work=None, **changes):
     record["workload"] = {"sequence_length": 384, "precision": "no"} | (work or {})
     first = {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak}
     record["ranks"] = [first, {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]
-    text = "\n".join(memory.explain_run(record | changes))
+    text = "\n".join(fit.explain_run(record | changes))
     return *parts_and_rungs(text), text
 
 
