@@ -144,7 +144,7 @@ def shape_tables(
     places = sorted({place for _, place in found}, key=place_order)
     if pairs[0][0].work.on_cpu:
         found |= {
-            ("DP", place): "needs two GPUs"
+            ("DP", place): "needs two GPUs" if place[0] == 1 else "one node only"
             for place in places
             if place[1] > 1 and not any(name == "DP" for name, _ in found)
         }

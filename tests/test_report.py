@@ -467,7 +467,7 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     names = ("DP", "DDP", "FSDP", "ZeRO-2", "ZeRO-3")
     two = "needs two GPUs; 55.0 s, 1.82×, 91 %; 71.0 s, 1.41×, 70 %; 72.0 s, 1.39×, 69 %"
     two = [*two.split("; "), "111.0 s, 0.90×, 45 %"]
-    four = ["needs two GPUs", "", "", "", "no result"]
+    four = ["one node only", "", "", "", "no result"]
     cells = {("1 x 2", "64"): dict(zip(names, two, strict=True))}
     cells |= {("2 x 2", ""): dict(zip(names, four, strict=True))}
     assert rows_in(text, "DDP") == cells
