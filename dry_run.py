@@ -131,9 +131,9 @@ def refuse_other_work(args, record):
     """Stop if the baseline is a run of other work than this one, by its own unfinished run.json. A
     script that writes none is compared by its parameters only.
     """
-    for name, ours in record.items():
-        theirs = args.alone.get(name)
-        if name in [*SAME_WORK, "parameters"] and theirs not in (None, ours):
+    for name in [*SAME_WORK, "parameters"]:
+        ours, theirs = record.get(name), args.alone[name]
+        if None not in (ours, theirs) and ours != theirs:
             stop(f"{args.baseline} is of other work: its {name} is {theirs}, and here it is {ours}")
 
 

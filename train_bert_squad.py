@@ -1421,7 +1421,7 @@ def write_whole(path: Path, text: str):
 
 
 def make_accelerator(args):
-    """The Accelerator for the launcher's YAML, and its strategy, as "zero2". A collective."""
+    """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
     strategy = read_strategy()
     refuse_wrong_launch(strategy)
     refuse_wrong_yaml(strategy, args)
@@ -1534,7 +1534,7 @@ def refuse_wrong_yaml(strategy, args):
         abort("DeepSpeed resumes from no path with [, * or ? in it: change --output_dir")
     if (
         strategy == "zero"
-        and "--dynamo_backend" in Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        and b"--dynamo_backend" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     ):
         abort("accelerate 1.15 drops --dynamo_backend under DeepSpeed: use fsdp.yaml")
 

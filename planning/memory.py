@@ -323,6 +323,9 @@ def next_rungs(run, kept, spared):
             + gathered * (strategy == "fsdp_keep")
         )
 
+    def rung_of(name):
+        return f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks)
+
     batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
     now = needed(run["yaml"], shards_of(run["strategy_options"], run["devices"]))
     ranks, rungs = max(2, run["devices"]), []
@@ -336,15 +339,12 @@ def next_rungs(run, kept, spared):
                 kept * (1 - 1 / parts) - whole,
             )
         )
-    yamls = ["fsdp_keep", "fsdp"] + ["fsdp_offload"] * (not run["on_cpu"])
-    shards = [
-        (f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks))
-        for name in yamls
-    ]
-    rungs.append(shards[0])
+    rungs.append(rung_of("fsdp_keep"))
     if run.get("activation_checkpointing") is False:
         rungs.append(("--activation_checkpointing", spared))
-    rungs += shards[1:]
+    rungs.append(rung_of("fsdp"))
+    if not run["on_cpu"]:
+        rungs.append(rung_of("fsdp_offload"))
     if run["yaml"].startswith(("fsdp", "zero3")):
         rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
     return [rung for rung in rungs if not rung[1] < 1e6]

@@ -132,8 +132,9 @@ def shape_tables(
         if not cell.is_baseline:
             place = (cell.setting.nodes, cell.setting.gpus_per_node, cell.setting.global_batch_size)
             numbers[cell.short, place] += 1
-            several = f" (fastest of {numbers[cell.short, place]})"  # cores, micro-batches, shards
-            found[cell.short, place] = text + (several if numbers[cell.short, place] > 1 else "")
+            if numbers[cell.short, place] > 1:  # They differ in cores, micro-batches or shards.
+                text += f" (fastest of {numbers[cell.short, place]})"
+            found[cell.short, place] = text
     if not found:
         return
     for name, shape in lost:

@@ -92,8 +92,8 @@ elif [ "$gpus" -gt 0 ] && [ $((cores / gpus)) -lt 4 ]; then
         "not compare; ask for as many, with --cpus-per-task=$((4 * gpus))"
 fi
 if grep -q '^parallelism_config:' "$config" && [ "$per_node" = 1 ]; then
-    fail "$config shards the model inside a node, which has one process here: ask for several GPUs" \
-        "per node, or use accelerate_configs/fsdp.yaml"
+    fail "$config shards the model inside a node, which has one process here: ask for" \
+        "several GPUs per node, or use accelerate_configs/fsdp.yaml"
 fi
 processes=$((nodes * per_node))
 # Each job has a port of its own (array tasks have job ids of their own). It is below the ports that
