@@ -41,7 +41,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState, utils
-from torch.distributed.checkpoint import CheckpointException
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
@@ -188,7 +187,10 @@ def log_losses(accelerator, losses, began, progress, bar):
 
 
 def count_tokens(accelerator, sizes, progress):
-    """Add up the tokens that all ranks trained on, without and with padding. A collective."""
+    """Add up the tokens that all ranks trained on, without and with padding. A collective.
+
+    `sizes` has [tokens, tokens with padding] of each micro-batch of this rank.
+    """
     own = torch.tensor(sizes, device=accelerator.device).sum(0)
     tokens, padded_tokens = accelerator.reduce(own, "sum").tolist()
     progress.tokens += tokens
@@ -751,7 +753,10 @@ def make_loaders(args, train_set, eval_set, record):
 
 
 def describe_tokens(progress):
-    """The tokens that the run trained on, for its record."""
+    """The tokens that the run trained on, for its record.
+
+    A padded token is computed, and its result is not used.
+    """
     return {
         "tokens": progress.tokens,
         "padding_share": round(1 - progress.tokens / progress.padded_tokens, 4),
@@ -859,8 +864,7 @@ def open_folder(accelerator, record, may_resume):
     the run, or None. The record gets its newest checkpoint. A collective.
     """
     folder = Path(accelerator.project_dir)
-    lock = None
-    found = None
+    lock = found = None
     if accelerator.is_main_process:  # A network disk may show other nodes an older state.
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")
@@ -896,12 +900,13 @@ def start(accelerator, progress, checkpoint):
         say(f"resuming from {checkpoint}")
         try:
             accelerator.load_state(checkpoint)
-        except (Exception, CheckpointException) as problem:  # The latter is a BaseException.
+        except BaseException as problem:  # FSDP's CheckpointException is no Exception.
             abort(f"cannot load {checkpoint}: remove it to resume from the one before; {problem!r}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
+    # A handler runs in the middle of anything, so it only makes a note.
     signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+        signal.signal(number, lambda *_: signals.append(True))
     return signals
 
 
@@ -916,7 +921,7 @@ def write_record(accelerator, record, rank, progress, status):
     seconds = record.setdefault("seconds", {"startup": age})
     seconds |= {"train": progress.train_seconds, "eval": progress.eval_seconds, "total": age}
     # The median leaves out the warm-up of devices and links.
-    rate = statistics.median(progress.rates) if progress.rates else 0
+    rate = statistics.median(progress.rates or [0])
     record |= {
         "status": status,
         "steps": progress.step,
@@ -1006,12 +1011,7 @@ def make_accelerator(args):
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
     if dp:  # It is the mark of dp.yaml, and no mode of torch.compile.
         del os.environ["ACCELERATE_DYNAMO_MODE"]
-    refuse_wrong_launch()
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # TF32
-        PartialState()
-    else:
-        connect_cpus()
+    connect_ranks()
     folder = args.output_dir or time.strftime(f"runs/{Path(__file__).stem[6:]}-%Y%m%d-%H%M%S")
     folder = utils.broadcast_object_list([folder])[0]  # The ranks may start in different seconds.
     accelerator = Accelerator(
@@ -1039,10 +1039,11 @@ def make_accelerator(args):
     return accelerator, strategy
 
 
-def refuse_wrong_launch():
-    """Refuse a launch that would silently be another run than the one asked for."""
+def connect_ranks():
+    """Connect the ranks, or refuse a launch that would silently be another run. A collective."""
     env = os.environ.get
     gpus = torch.cuda.device_count()
+    ranks = int(env("LOCAL_WORLD_SIZE", 1))  # on this node
     # The launcher sets MASTER_ADDR also where it starts one process in spite of --num_processes.
     alone = env("WORLD_SIZE", "1") == env("SLURM_STEP_NUM_TASKS", "1") == "1"
     if "LOCAL_RANK" not in os.environ and (not alone or "MASTER_ADDR" in os.environ):
@@ -1050,17 +1051,20 @@ def refuse_wrong_launch():
             "WORLD_SIZE, MASTER_ADDR or Slurm tell of more processes, and each would train alone: "
             "use ddp.yaml, without --cpu; for one process, --num_processes 1, or unset these"
         )
-    if 0 < gpus < int(env("LOCAL_WORLD_SIZE", 1)):
+    if 0 < gpus < ranks:
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")
     if env("FSDP_VERSION", "2") != "2" or utils.parse_flag_from_env(
         "FSDP_CPU_RAM_EFFICIENT_LOADING"
     ):
         # FSDP's first version is not supported. With the other, a new head trains on rank 0 only.
         abort("write fsdp_version: 2 and fsdp_cpu_ram_efficient_loading: false into the YAML")
-
-
-def connect_cpus():
-    """Connect ranks without GPUs, for which accelerate 1.15 needs to be told how. A collective."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32
+        PartialState()
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < ranks <= len(cores):  # With cores of its own, a rank and its gloo threads are faster.
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Otherwise deepspeed 0.19.8 warns.
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
@@ -1068,9 +1072,10 @@ def connect_cpus():
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or 0.19.8 compiles it
+    # accelerate 1.15 shards on CPUs only over gloo, and only if it takes them for several GPUs.
     sharded = fsdp or zero
     state = PartialState(cpu=not sharded, backend="gloo" if sharded else None)
-    if fsdp:  # accelerate 1.15 has FSDP for several GPUs only.
+    if fsdp:
         state.distributed_type = utils.DistributedType.MULTI_GPU
 
 
@@ -1125,8 +1130,7 @@ def cli():
         if isinstance(problem, OSError) or re.search(FULL, type(problem).__name__ + str(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
-    if not torch.cuda.is_available():
-        os._exit(0)  # gloo may hang or abort in an orderly end: pytorch#56297 and #190489.
+    os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState, utils
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from tqdm import tqdm
@@ -204,7 +203,7 @@ def evaluate(accelerator, model, loader, progress, signals):
     """Note the accuracy, of each image once. A signal cuts it short. A collective."""
     began = time.perf_counter()
     model.eval()
-    right = []
+    right = []  # whether each answer is, on the device
     for rows, labels in loader:
         if any_signal(accelerator, signals):
             raise KeyboardInterrupt
@@ -315,21 +314,23 @@ class Images(TensorDataset):
 def make_loaders(accelerator, args, images, record):
     """The DataLoaders of both splits. A batch is that of all ranks, and each takes its part."""
     train_x, test_x, train_y, test_y = [values.to(accelerator.device) for values in images]
+    # The test images are scaled like the training images.
     std, mean = torch.std_mean(train_x.float(), correction=0)
     train_images = Images((train_x.float() - mean) / std, train_y)
     test_images = Images((test_x.float() - mean) / std, test_y)
-    # Only whole global batches. Accelerate orders the samples by its data_seed and the epoch.
+    # An epoch has only whole global batches. Accelerate orders the samples by its data_seed, which
+    # is --seed, and by the epoch.
     samples = len(train_y) - len(train_y) % record["global_batch_size"]
     if not samples:
         abort(f"the global batch of {record['global_batch_size']} is more than all samples")
     sampler = RandomSampler(train_images, num_samples=samples)
-    batch_size = args.per_device_train_batch_size * record["devices"]
-    eval_batch_size = args.per_device_eval_batch_size * record["devices"]
+    micro_batch = args.per_device_train_batch_size * record["devices"]
+    eval_batch = args.per_device_eval_batch_size * record["devices"]
     # Without a generator of its own, a loader draws from that of dropout, and a resumed run would
     # have other masks. Images makes whole batches, so there is nothing to collate.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
-    train_loader = DataLoader(train_images, batch_size, sampler=sampler, **options)
-    return train_loader, DataLoader(test_images, eval_batch_size, **options)
+    train_loader = DataLoader(train_images, micro_batch, sampler=sampler, **options)
+    return train_loader, DataLoader(test_images, eval_batch, **options)
 
 
 def describe_workload(precision, strategy, args, images):
@@ -422,8 +423,7 @@ def open_folder(accelerator, record, may_resume):
     the run, or None. The record gets its newest checkpoint. A collective.
     """
     folder = Path(accelerator.project_dir)
-    lock = None
-    found = None
+    lock = found = None
     if accelerator.is_main_process:  # A network disk may show other nodes an older state.
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")
@@ -459,12 +459,13 @@ def start(accelerator, progress, checkpoint):
         say(f"resuming from {checkpoint}")
         try:
             accelerator.load_state(checkpoint)
-        except (Exception, CheckpointException) as problem:  # The latter is a BaseException.
+        except BaseException as problem:  # FSDP's CheckpointException is no Exception.
             abort(f"cannot load {checkpoint}: remove it to resume from the one before; {problem!r}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
+    # A handler runs in the middle of anything, so it only makes a note.
     signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+        signal.signal(number, lambda *_: signals.append(True))
     return signals
 
 
@@ -479,7 +480,7 @@ def write_record(accelerator, record, rank, progress, status):
     seconds = record.setdefault("seconds", {"startup": age})
     seconds |= {"train": progress.train_seconds, "eval": progress.eval_seconds, "total": age}
     # The median leaves out the warm-up of devices and links.
-    rate = statistics.median(progress.rates) if progress.rates else 0
+    rate = statistics.median(progress.rates or [0])
     record |= {
         "status": status,
         "steps": progress.step,
@@ -553,12 +554,7 @@ def make_accelerator(args):
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
     if dp:  # It is the mark of dp.yaml, and no mode of torch.compile.
         del os.environ["ACCELERATE_DYNAMO_MODE"]
-    refuse_wrong_launch()
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # TF32
-        PartialState()
-    else:
-        connect_cpus()
+    connect_ranks()
     folder = args.output_dir or time.strftime(f"runs/{Path(__file__).stem[6:]}-%Y%m%d-%H%M%S")
     folder = utils.broadcast_object_list([folder])[0]  # The ranks may start in different seconds.
     accelerator = Accelerator(
@@ -586,10 +582,11 @@ def make_accelerator(args):
     return accelerator, strategy
 
 
-def refuse_wrong_launch():
-    """Refuse a launch that would silently be another run than the one asked for."""
+def connect_ranks():
+    """Connect the ranks, or refuse a launch that would silently be another run. A collective."""
     env = os.environ.get
     gpus = torch.cuda.device_count()
+    ranks = int(env("LOCAL_WORLD_SIZE", 1))  # on this node
     # The launcher sets MASTER_ADDR also where it starts one process in spite of --num_processes.
     alone = env("WORLD_SIZE", "1") == env("SLURM_STEP_NUM_TASKS", "1") == "1"
     if "LOCAL_RANK" not in os.environ and (not alone or "MASTER_ADDR" in os.environ):
@@ -597,17 +594,20 @@ def refuse_wrong_launch():
             "WORLD_SIZE, MASTER_ADDR or Slurm tell of more processes, and each would train alone: "
             "use ddp.yaml, without --cpu; for one process, --num_processes 1, or unset these"
         )
-    if 0 < gpus < int(env("LOCAL_WORLD_SIZE", 1)):
+    if 0 < gpus < ranks:
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")
     if env("FSDP_VERSION", "2") != "2" or utils.parse_flag_from_env(
         "FSDP_CPU_RAM_EFFICIENT_LOADING"
     ):
         # FSDP's first version is not supported. With the other, a new head trains on rank 0 only.
         abort("write fsdp_version: 2 and fsdp_cpu_ram_efficient_loading: false into the YAML")
-
-
-def connect_cpus():
-    """Connect ranks without GPUs, for which accelerate 1.15 needs to be told how. A collective."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32
+        PartialState()
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < ranks <= len(cores):  # With cores of its own, a rank and its gloo threads are faster.
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Otherwise deepspeed 0.19.8 warns.
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
@@ -615,9 +615,10 @@ def connect_cpus():
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or 0.19.8 compiles it
+    # accelerate 1.15 shards on CPUs only over gloo, and only if it takes them for several GPUs.
     sharded = fsdp or zero
     state = PartialState(cpu=not sharded, backend="gloo" if sharded else None)
-    if fsdp:  # accelerate 1.15 has FSDP for several GPUs only.
+    if fsdp:
         state.distributed_type = utils.DistributedType.MULTI_GPU
 
 
@@ -672,8 +673,7 @@ def cli():
         if isinstance(problem, OSError) or re.search(FULL, type(problem).__name__ + str(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
-    if not torch.cuda.is_available():
-        os._exit(0)  # gloo may hang or abort in an orderly end: pytorch#56297 and #190489.
+    os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.
 
 
 if __name__ == "__main__":
