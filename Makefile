@@ -106,11 +106,6 @@ lint: dev  ## check form and style
 	$(BIN)/mypy
 	$(BIN)/shellcheck -x sbatch/*.sh
 
-SHARED = /^\# -------- machinery: the same in both scripts/
-copies:  ## write what both scripts share from train_mnist_rnn.py into train_bert_squad.py
-	sed -i -e '$(SHARED),$$d' train_bert_squad.py
-	sed -n '$(SHARED),$$p' train_mnist_rnn.py >> train_bert_squad.py
-
 bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, takes minutes
 	$(BIN)/python benchmarks/mnist.py
 
@@ -121,4 +116,4 @@ clean:  ## remove .venv
 	rm -rf .venv
 
 .PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm \
-	test-faults test-gpu lint copies bench bench-gpu clean
+	test-faults test-gpu lint bench bench-gpu clean

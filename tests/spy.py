@@ -1,17 +1,17 @@
-"""A script with eyes, and accidents on order: tests launch it in place of the script.
+"""A script with eyes, and accidents on order: tests launch it in place of the script. It hooks
+accelerate and torch, and not the script, which may change.
 
 SPY_SCRIPT  the script's name without .py
 SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on
 SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch number 30 (from 0);
-            "SIGTERM all 30": every rank; "SIGTERM+SIGUSR1 1 30": two signals, one after the other;
-            "HANG 1 30": it sleeps there for two minutes
-SPY_EVAL    the same at an evaluation batch; more than two others are an error
+            "SIGTERM all 30": every rank; "SIGTERM+SIGUSR1 1 30": two signals, one after the other
+SPY_EVAL    the same when an evaluation batch is read
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
-SPY_NAN     "loss 1 30": rank 1's loss is NaN on its micro-batch number 30; or "gradient 1 30"
+SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch number 30
 SPY_TOKENS  tokenising writes this file, and then takes two minutes
 SPY_MEMORY  an evaluation holds so many MB besides
+SPY_SCORES  "0.5 0.9": what the LSTM's evaluations find, each of one batch
 SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
-SPY_LATE    a disk that shows each rank, in a checkpoint that is being written, its own files only
 SPY_FLATTEN the LSTM's weights move into one buffer, as cuDNN moves them on a GPU
 SPY_LIMIT   so many MB for each rank from before the model is made; of a GPU, so many in all
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
@@ -19,14 +19,12 @@ SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2
 SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
-SPY_SYNC    whatever waits for the GPU is an error, but where the ranks meet
-SPY_UNSET   memory that nobody has set holds NaN
-SPY_PLAIN   accelerate comes as it is: on a CPU each process trains alone
+SPY_SYNC    whatever waits for the GPU is an error, but when losses are reduced, and after that
+            until the next step
 """
 
 import collections
 import ctypes
-import functools
 import importlib
 import json
 import os
@@ -37,10 +35,14 @@ import sys
 import time
 from pathlib import Path
 
+import accelerate.accelerator
 import torch
+from accelerate import Accelerator
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -50,29 +52,21 @@ from planning.steps import StepWatch, bytes_held  # noqa: E402
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
 RANK = int(os.environ.get("RANK", 0))
-DATA = "Images" if hasattr(script, "Images") else "Features"
-COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints, steps, syncs
+COUNTS = collections.Counter()  # of micro-batches, evaluated batches, checkpoints
 FETCHED = collections.deque()
+SENT = []  # bytes of this node, after steps 2 and 12
 STARTED = time.time()  # tells this process from the one of an earlier job
 
 
-def instead(name, *orders, owner=script):
+def instead(owner, name, *orders):
     """Decorator: where any of these is ordered, the function stands in the place of `owner.name`.
     Its first argument is the original.
     """
 
     def replace(function):
-        if ORDERS.keys().isdisjoint(orders):
-            return
-        *path, last = name.split(".")
-        place = functools.reduce(getattr, path, owner)
-        original = getattr(place, last)
-
-        @functools.wraps(original)  # the code of `tokenize` is part of the cache's key
-        def replaced(*args, **options):
-            return function(original, *args, **options)
-
-        setattr(place, last, replaced)
+        if not ORDERS.keys().isdisjoint(orders):
+            original = getattr(owner, name)
+            setattr(owner, name, lambda *args, **options: function(original, *args, **options))
 
     return replace
 
@@ -80,94 +74,102 @@ def instead(name, *orders, owner=script):
 def obey(order, count):
     """Send this process the signals of an order such as "SIGKILL 1 30", if it is time."""
     signals, *when = ORDERS.get(order, "none").split()
-    if when not in ([str(count)], [str(RANK), str(count)], ["all", str(count)]):
-        return
-    if signals == "HANG":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher need not wait
-        time.sleep(120)
-    else:
+    if when in ([str(count)], [str(RANK), str(count)], ["all", str(count)]):
         with FunctionalTensorMode():  # as in torch.compile: a handler may make no tensor
             for name in signals.split("+"):
                 os.kill(os.getpid(), getattr(signal, name))
-
-
-def spoil(loss, what):
-    now = [what, str(RANK), str(COUNTS["trained"])]
-    return loss * (float("nan") if ORDERS.get("NAN", "").split() == now else 1)
 
 
 def note(order, name, what):
     (Path(ORDERS[order]) / f"{name}_{RANK}.json").write_text(json.dumps(what))
 
 
-@instead(f"{DATA}.__getitems__", "DIR")
+@instead(_MapDatasetFetcher, "fetch", "DIR", "EVAL")
 def fetch(original, self, ids):
     if torch.is_grad_enabled():  # training, not evaluation
         FETCHED.append(ids)  # which is one batch ahead of what is trained on
+    else:
+        obey("EVAL", COUNTS["evaluated"])
+        COUNTS["evaluated"] += 1
     return original(self, ids)
 
 
-@instead("Accelerator.backward", "DIR", "NAN")
-def backward(original, self, loss):
+@instead(Accelerator, "backward", "DIR", "SIGNAL", "NAN", "SYNC")
+def backward(original, self, loss, **options):
     obey("SIGNAL", COUNTS["trained"])
     if "DIR" in ORDERS:
         with open(Path(ORDERS["DIR"]) / f"ids_{RANK}.jsonl", "a") as file:
             file.write(json.dumps(FETCHED.popleft()) + "\n")
-    original(self, spoil(loss, "gradient"))
+    if ORDERS.get("NAN", "").split() == [str(RANK), str(COUNTS["trained"])]:
+        loss.data.fill_(float("nan"))
+    original(self, loss, **options)
     COUNTS["trained"] += 1
+    if "SYNC" in ORDERS and torch.cuda.is_available() and COUNTS["trained"] > 1:
+        torch.cuda.set_sync_debug_mode("error")
 
 
-@instead("F.cross_entropy", "NAN")
-def cross_entropy(original, *args, **options):
-    return spoil(original(*args, **options), "loss")
+@instead(Accelerator, "reduce", "SYNC")
+def reduce(original, self, *args, **options):
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+    return original(self, *args, **options)
 
 
-@instead("StopSignal.agreed", "EVAL")
-def agreed(original, self, accelerator):
-    if not torch.is_grad_enabled():  # in an evaluation
-        obey("EVAL", COUNTS["evaluated"])
-        COUNTS["evaluated"] += 1
-        assert COUNTS["evaluated"] <= int(ORDERS["EVAL"].split()[2]) + 3, "the evaluation goes on"
-    return original(self, accelerator)
-
-
-@instead("write_whole", "SAVE")
-def write_whole(original, path, text):
-    if path.name == "checkpoint.json":
-        COUNTS["saved"] += 1
+@instead(accelerate.accelerator, "save_custom_state", "SAVE")
+def save_custom_state(original, *args, **options):
+    """`save_state` calls it when weights and optimizer are on disk."""
+    COUNTS["saved"] += 1
+    if RANK == 0:
         obey("SAVE", COUNTS["saved"])
-    return original(path, text)
-
-
-@instead("tokenize", "TOKENS")
-def tokenize(original, *args, **options):
-    Path(ORDERS["TOKENS"]).touch()
-    time.sleep(120)
     return original(*args, **options)
 
 
-@instead("evaluate", "MEMORY")
-def evaluate(original, *args):
-    besides = torch.ones(int(ORDERS["MEMORY"]) * 250_000)
-    return original(*args) if besides.all() else None
+@instead(Accelerator, "gather_for_metrics", "MEMORY", "SCORES")
+def gather_for_metrics(original, self, *args, **options):
+    besides = torch.ones(int(ORDERS.get("MEMORY", 0)) * 250_000)
+    found = original(self, *args, **options)
+    if "SCORES" in ORDERS:
+        score = float(ORDERS["SCORES"].split()[COUNTS["gathered"]])
+        found = torch.full_like(found, score, dtype=torch.float64)
+        COUNTS["gathered"] += 1
+    return found if besides.all() else None
 
 
-@instead("Path.rglob", "LATE")
-def rglob(original, self, pattern):
-    others = re.compile(rf"(^__|rank_|states_){1 - RANK}(_|\.)")
-    return (path for path in original(self, pattern) if not others.search(path.name))
+@instead(LRScheduler, "step", "WIRE", "STEPS")
+def step(original, self, *args):
+    original(self, *args)
+    number = self.last_epoch
+    if "WIRE" in ORDERS and number in (2, 12):
+        [line] = [line for line in open("/proc/net/dev") if "eth0:" in line]
+        SENT.append(int(line.split()[9]))
+        note("WIRE", "wire", SENT)
+    if "STEPS" in ORDERS and RANK == 0 and number:  # 0 is when it is made
+        with open(ORDERS["STEPS"], "a") as file:
+            file.write(f"{time.time():.2f} {number} {STARTED}\n")
+        time.sleep(float(ORDERS.get("PAUSE", 0)))
 
 
-@instead("RowLSTM.__init__", "FLATTEN")
-def init(original, self, *args):
+if "TOKENS" in ORDERS:
+    import datasets
+
+    @instead(datasets.Dataset, "map", "TOKENS")
+    def tokenise(original, *args, **options):
+        Path(ORDERS["TOKENS"]).touch()
+        time.sleep(120)
+        return original(*args, **options)
+
+
+if "FLATTEN" in ORDERS:
     sys.path.append(str(ROOT / "docs" / "reference" / "troubleshooting"))
     from without_gpu import flatten_like_cudnn
 
-    original(self, *args)  # where nothing is flattened; on its way to a GPU it is, and then
     torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
 
+if "SHAPES" in ORDERS:
+    importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
 
-@instead("load_model", "LIMIT")
+
+@instead(script, "load_model", "LIMIT")
 def load_model(original, *args):
     more = int(ORDERS["LIMIT"]) * 10**6
     if torch.cuda.is_available():
@@ -179,11 +181,6 @@ def load_model(original, *args):
         most = int(held) * 1024 + more
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     return original(*args)
-
-
-@instead("PartialState", "PLAIN")
-def plain(original, *_, **__):
-    return original()
 
 
 class Calls(TorchDispatchMode):
@@ -234,38 +231,5 @@ class Watch(StepWatch):
 
 if not ORDERS.keys().isdisjoint(("CALLS", "BYTES")):
     Watch().watch()
-SENT = []
-
-
-@instead("Run.sync", "SYNC")
-def sync(original, run, *args):
-    COUNTS["syncs"] += 1
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default")
-    original(run, *args)
-
-
-@instead("Run.after_batch", "WIRE", "STEPS", "SYNC")
-def after_batch(original, run, *args):
-    before, syncs = run.progress.step, COUNTS["syncs"]
-    original(run, *args)
-    step = run.progress.step
-    if step == before:
-        return  # The step has more micro-batches.
-    if "WIRE" in ORDERS and step in (2, 12):
-        [line] = [line for line in open("/proc/net/dev") if "eth0:" in line]
-        SENT.append(int(line.split()[9]))
-        note("WIRE", "wire", SENT)
-    if "STEPS" in ORDERS and RANK == 0:
-        with open(ORDERS["STEPS"], "a") as file:
-            file.write(f"{time.time():.2f} {step} {STARTED}\n")
-        time.sleep(float(ORDERS.get("PAUSE", 0)))
-    if "SYNC" in ORDERS and torch.cuda.is_available() and COUNTS["syncs"] == syncs:
-        torch.cuda.set_sync_debug_mode("error")
-
-
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms("UNSET" in ORDERS, warn_only=True)  # so torch.empty is NaN
-    if "SHAPES" in ORDERS:
-        importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
     script.cli()

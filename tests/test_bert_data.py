@@ -3,7 +3,6 @@ bad input; and what both scripts share.
 """
 
 import json
-import math
 import os
 import random
 import re
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import hub
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -71,11 +69,9 @@ def nested(text="Rosa", start=0, drop=None, context="Rosa built a mill.", **more
         (nested(drop="id"), f"{FORM}question None: KeyError('id')"),
         (nested(drop="data"), f"{FORM}its top: KeyError('data')"),
         (nested(start="x"), f"{FORM}question q1: ValueError("),
-        (nested(start=math.inf), f"{FORM}question q1: OverflowError("),
         *((nested(**fault), f"{FORM}question q1: AttributeError(") for fault in NOT_TEXT),
         (nested(text="\ud83d"), f"{FORM}question q1: UnicodeEncodeError("),
         ([1, 2], f"{FORM}its top: TypeError("),
-        ("[" * 100_000, f"{FORM}its top: RecursionError("),
         ('{"data": [', f"{FORM}its top: JSONDecodeError('Expecting value: line"),
         (b"\xff\xfe\x00", f"{FORM}its top: UnicodeDecodeError('utf-8'"),
         ({"data": []}, " has no questions"),
@@ -106,44 +102,25 @@ def features(cache, tokenizer):
     return script.load_features(script.read_questions(options(), "train"), tokenizer, options())
 
 
-def test_spans_where_characters_and_tokens_do_not_match():
-    """A tokenizer makes several tokens of some characters (Hangul), and none of others."""
-    offsets = [(0, 0), (0, 3), (0, 0), (0, 1), (0, 1), (0, 1), (1, 3), (3, 4), (5, 8), (0, 0)]
-    for text, start, span in (
-        ("x", 0, (3, 5)),
-        ("xyz", 0, (3, 6)),
-        (" xyz ", -1, (3, 6)),
-        ("_abc", 4, (8, 8)),  # character 4 has no token
-        ("y", 1, (6, 6)),  # inside of a token
-        ("abcd", 5, (0, 0)),
-        ("", 0, (0, 0)),
+def test_spans_where_characters_and_tokens_do_not_match(tokenizer):
+    """The tiny tokenizer knows letters and pieces of words; a space is in no token."""
+    context = "  The  mill's wheel"
+    encoding = tokenizer("Why?", context).encodings[0]
+    first = encoding.sequence_ids.index(1)
+    for text, start, covered in (
+        ("The", 2, "The"),
+        (" The  mill ", 1, "The  mill"),  # spaces around it count not
+        ("wheel", 14, "wheel"),
+        ("", 0, None),
+        ("beyond", 40, None),
     ):
         answers = {"text": [text] * bool(text), "answer_start": [start] * bool(text)}
-        assert script.find_span(np.array(offsets), 3, answers) == span, text
-
-
-@pytest.mark.parametrize("ranks, accumulation", [(1, 1), (2, 3)])
-def test_tokens_are_those_of_the_batches(features, ranks, accumulation):
-    """What the record says is what every rank reads, batch by batch, also after a resume."""
-    parts = ranks * accumulation
-    size, first, steps = 4 * parts, 3, 2 * (len(features) // (4 * parts)) - 1
-    sizes = {"global_batch_size": size, "batch_size": 4 * ranks, "epochs": 2}
-    warm = {"warm_step": first, "warm_seconds": 0.5, "progress": script.Progress(steps)}
-    given = {"accelerator": Namespace(num_processes=ranks), "args": Namespace(seed=5)}
-    run = Namespace(**sizes, **warm, **given, clock=Namespace(seconds={"train": 2.5}))
-    sampler, masks = script.EpochSampler(features.lengths, size, 5), []
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        ids = list(sampler)
-        batches = [ids[i : i + 4] for i in range(0, len(ids), 4)]
-        masks += [features.__getitems__(batch)[0]["attention_mask"] for batch in batches]
-    masks = masks[: steps * parts]
-    tokens, places = [mask.sum().item() for mask in masks], sum(mask.numel() for mask in masks)
-    assert script.describe_tokens(features, run) == {
-        "tokens": sum(tokens),
-        "padding_share": round(1 - sum(tokens) / places, 4),
-        "tokens_per_second": sum(tokens[first * parts :]) / 2,
-    }
+        start, end = script.find_span(encoding, answers)
+        if covered is None:
+            assert (start, end) == (0, 0), text
+            continue
+        assert first <= start <= end
+        assert context[encoding.offsets[start][0] : encoding.offsets[end][1]] == covered
 
 
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, monkeypatch):
@@ -164,12 +141,8 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
         assert torch.equal(again.columns[name], first.columns[name])
     others = [load(options(max_seq_length=80)), load(options(doc_stride=16))]
     others.append(load(questions=questions[1:]))
-    before = script.tokenize
-    with monkeypatch.context() as changes:  # another source
-        changes.setattr(script, "tokenize", lambda *args, **options: before(*args, **options))
-        others.append(load())
     assert all(new for _, new in others)
-    assert len({first.key, *(other.key for other, _ in others)}) == 5
+    assert len({first.key, *(other.key for other, _ in others)}) == 4
 
     file = tmp_path / "questions.json"
     for answer, start in (("Rosa", 0), ("mill", 13)):
@@ -179,15 +152,6 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, 
         span = slice(begins[changed.columns["start"][0]], stops[changed.columns["end"][0]])
         assert new and changed.questions[0]["context"][span] == answer, "a changed file"
 
-    [file] = cache.glob(f"{first.key}*")
-    whole = file.read_bytes()
-    changed = whole[:4] + bytes(100) + whole[104:]
-    for damaged in (b"", whole[:1000], whole[:-1000], b"x" * 1000, changed):
-        file.write_bytes(damaged)
-        features, new = load()
-        assert new and file.read_bytes() == whole
-        assert torch.equal(features.columns["start"], first.columns["start"])
-
 
 # -------- batches, scores
 
@@ -196,7 +160,7 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     lengths = torch.tensor([random.Random(i).randint(30, 384) for i in range(2_005)])
 
     def epoch_order(seed, epoch):
-        sampler = script.EpochSampler(lengths, 10, seed)
+        sampler = script.LengthSampler(lengths, 10, seed)
         sampler.set_epoch(epoch)
         return torch.tensor(list(sampler)).view(-1, 10)
 
@@ -235,12 +199,11 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
 )
 def test_scores_follow_the_official_rules(prediction, references, v1, v2):
     """By v1.1, and by v2.0. Another question has a wrong answer: scores are means."""
-    asked = {"id": "asked", "answers": {"text": references}}
-    questions = [asked, {"id": "other", "answers": {"text": ["red"]}}]
+    answers = [{"text": texts, "answer_start": [0] * len(texts)} for texts in (["red"], references)]
     for version_2, expected in ((False, v1), (True, v2)):
         if expected:
-            answers = {"other": "blue", "asked": prediction}
-            scores = script.score_answers(answers, questions, version_2)
+            metric = script.squad_metric(version_2)
+            scores = metric.compute(predictions=["blue", prediction], references=answers)
             assert 2 * scores["exact_match"] == expected[0]
             assert 2 * scores["f1"] == pytest.approx(expected[1])
 
@@ -260,8 +223,9 @@ def refused(monkeypatch, tmp_path, *flags):
     monkeypatch.chdir(folder)
     words = [str(PLACES.get(word, word)) for word in flags]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *words])
+    monkeypatch.setattr(os, "_exit", pytest.fail)  # how a run ends that was not refused
     with pytest.raises(SystemExit) as exit:
-        script.main(script.parse_args())
+        script.cli()
     assert str(exit.value).startswith("error: ") and "\n" not in str(exit.value)
     assert not list(folder.iterdir()), "a refused run leaves nothing behind"
     return str(exit.value)
@@ -276,18 +240,23 @@ def refused(monkeypatch, tmp_path, *flags):
         ("--learning_rate nan", "--learning_rate must be greater than 0"),
         ("--models bert", "unrecognized arguments: --models"),
         ("--train_file x.json", "--train_file and --validation_file go together"),
-        (LOCAL + "--train_file /no.json --validation_file x", "cannot read /no.json: No such file"),
+        (
+            LOCAL + "--train_file /no.json --validation_file x",
+            "or the questions: .*No such.*'/no.json'",
+        ),
         (LOCAL + "--train_file V2 --validation_file V2", "add --version_2_with_negative if this"),
         (LOCAL + FILES + "--max_seq_length 513", "513 is more than the 512 positions of"),
         (LOCAL + FILES + "--max_seq_length 64 --doc_stride 60", TOO_LITTLE),
         (LOCAL + FILES + "--max_seq_length 10 --doc_stride 0", "leaves 0 of --max_seq_length 10"),
         (LOCAL + FILES + "--per_device_train_batch_size 500", "the global batch of 500"),
-        (FILES + "--model_name_or_path a/b/c", "cannot load a/b/c: "),
-        ("", "cannot load google-bert/bert-base-uncased: .*--prepare_data_only"),
+        (FILES + "--model_name_or_path a/b/c", "cannot load a/b/c or the questions: "),
+        ("", "cannot load google-bert/bert-base-uncased or the questions: .*--prepare_data_only"),
+        (LOCAL, "cannot load MODEL or the questions: .*rajpurkar/squad.*--prepare_data_only"),
     ],
 )
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
-    assert re.search(sentence, refused(monkeypatch, tmp_path, *flags.split()))
+    line = refused(monkeypatch, tmp_path, *flags.split())
+    assert re.search(sentence.replace("MODEL", str(MODEL)), line), line
 
 
 def model_folder(tmp_path, drop=None, **config):
@@ -306,12 +275,11 @@ def model_folder(tmp_path, drop=None, **config):
 @pytest.mark.parametrize(
     "drop, config, sentence",
     [
-        ("model.safetensors", {}, "cannot load the model {}: Error no file named"),
-        ("config.json", {}, "cannot load {}: "),
+        ("model.safetensors", {}, "Error no file named model.safetensors"),
+        ("config.json", {}, "cannot load {} or the questions: "),
         ("vocab.txt", {}, "{} is a bert model with a BertTokenizer of 5 tokens"),
         (None, {"model_type": "roberta"}, "{} is a roberta model with a "),
         (None, {"vocab_size": 100}, "{} is a bert model with a BertTokenizer of 341 tokens"),
-        (None, {"hidden_size": 64}, "cannot load the model {}"),
         (None, {"num_hidden_layers": 3}, LACKING),
         (None, {"tokenizer_class": "ByT5Tokenizer"}, "{} is a bert model with a ByT5Tokenizer"),
     ],
@@ -324,14 +292,10 @@ def test_model_folders_that_are_not_whole(drop, config, sentence, monkeypatch, t
     assert sentence.format(folder) in refused(monkeypatch, tmp_path, *flags)
 
 
-def test_no_data_no_network(monkeypatch, tmp_path):
-    line = refused(monkeypatch, tmp_path, *LOCAL.split())
-    assert re.search("cannot load rajpurkar/squad: .*--prepare_data_only", line)
-
-
 def test_a_cache_that_cannot_be_written(cache, monkeypatch, tmp_path):
     cache.touch()
-    assert "; set HF_HOME" in refused(monkeypatch, tmp_path, *(LOCAL + FILES).split())
+    line = refused(monkeypatch, tmp_path, *(LOCAL + FILES).split())
+    assert f"'{cache}': mend that" in line
 
 
 def test_one_line_from_two_processes(tmp_path):
@@ -372,15 +336,14 @@ def test_the_default_model_and_data_come_from_the_hub_once(tmp_path, request):
     with hub.serve(root) as address:
         online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
         prepared = run([sys.executable, SCRIPT, "--prepare_data_only"], env=online)
-    assert prepared.code == 0 and "132 training questions and" in prepared.out, prepared.err
+    assert prepared.code == 0 and " training and " in prepared.out, prepared.err
     home = Path(os.environ["HF_HOME"])  # that of all tests
     for folder in [*home.glob("*/*google-bert*"), *home.glob("*/*rajpurkar*")]:
         request.addfinalizer(partial(shutil.rmtree, folder, ignore_errors=True))
     cached = {path: path.stat().st_mtime_ns for path in home.rglob("*_features/*")}
 
     def train(strategy):
-        # Besides what README says; --profile would begin later.
-        words = ["--max_train_steps", 2, "--dropout", 0, "--profile"]
+        words = ["--max_train_steps", 2, "--dropout", 0]  # besides what README says
         return launch(strategy, SCRIPT, tmp_path / strategy, *words)
 
     fsdp, zero3 = map(train, ("fsdp", "zero3"))
@@ -409,5 +372,3 @@ def test_help_lists_the_flags_of_the_page(script, monkeypatch, capsys):
     own = " ".join(names for names, text in rows if other not in text)
     flags = re.findall(r"--\w+", own)
     assert len(flags) >= 9 and all(re.search(rf"^  {flag}\b", shown, re.M) for flag in flags)
-    monkeypatch.setattr(sys, "argv", ["script"])
-    assert script.parse_args().collective_timeout == 1800

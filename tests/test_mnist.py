@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import shutil
+import statistics
 import struct
 import termios
 import threading
@@ -27,7 +28,7 @@ from accelerate import utils
 from conftest import ROOT, STRATEGIES, environment, launch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_mnist_resume import assert_near, ids_seen, main_with, slow
+from test_mnist_resume import assert_near, ids_seen
 
 import train_mnist_rnn as script
 
@@ -109,66 +110,73 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     assert script.peak_memory() > held - 1 or not kernel_knows_it
 
 
-def test_the_seed_makes_the_weights(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_seed_makes_the_weights(seed, tmp_path):
     """A learning rate of nearly nothing leaves them as they were made."""
-    words = [*DIGITS, *"--max_train_steps 1 --learning_rate 1e-12 --output_dir".split()]
-    for seed in (0, 7):
-        main_with(monkeypatch, *words, tmp_path / str(seed), "--seed", seed)
-        utils.set_seed(seed)
-        made, saved = script.RowLSTM(8, 64, 0.2), tmp_path / f"{seed}/model.safetensors"
-        for name, weight in load_file(saved).items():
-            assert torch.allclose(weight, made.state_dict()[name], rtol=0, atol=1e-6), (seed, name)
+    words = [*DIGITS, *"--max_train_steps 1 --learning_rate 1e-12 --seed".split(), seed]
+    result = launch("baseline", SCRIPT, tmp_path, *words)
+    utils.set_seed(seed)
+    made = script.RowLSTM(8, 64, 0.2).state_dict()
+    for name, weight in result.weights.items():
+        assert torch.allclose(weight, made[name], rtol=0, atol=1e-6), name
 
 
 RECORD = """version script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
-    workload parameters seconds samples_per_second ranks metrics loss_history status resumed_from
-    profiled versions slurm_job_id argv""".split()
+    workload parameters seconds steps_per_second samples_per_second ranks metrics loss_history
+    status resumed_from profiled versions slurm_job_id argv""".split()
 
 
 def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
-    """Three: the record is whole, and TensorBoard has the learning rates of one process. No weight
-    fills three shards, and what ZeRO-3 fills them up with is NaN.
-    """
+    """Three: the record is whole, and TensorBoard has what it says."""
     words = "--max_train_steps 30 --with_tracking --max_grad_norm 1 --per_device_eval_batch_size 11"
-    words = [*flags(21), *words.split()]
-    result = launch("zero3", SCRIPT, tmp_path, *words, processes=3, env={"SPY_UNSET": "1"})
+    words = [*flags(21), *words.split(), "--logging_steps", 8]
+    result = launch("zero3", SCRIPT, tmp_path, *words, processes=3)
     record = result.record
-    assert set(record) == {*RECORD, "tensors"}
+    assert set(record) == set(RECORD)
     workload = """model dataset samples eval_samples sequence_length compute_dtype precision dynamo
-        epochs steps max_grad_norm seed dropout learning_rate"""
+        num_epochs max_train_steps max_grad_norm seed dropout learning_rate"""
     assert set(record["workload"]) == set(workload.split())
-    measured = "rank host device_name cores real user sys train_cpu memory_before_mb peak_memory_mb"
+    measured = "rank host device_name real user sys memory_before_mb peak_memory_mb"
     assert all(set(rank) == set(measured.split()) for rank in record["ranks"])
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
-    assert all(rank["train_cpu"] > 0 and rank["peak_memory_mb"] > 50 for rank in record["ranks"])
+    assert all(rank["peak_memory_mb"] > 50 for rank in record["ranks"])
     assert record["global_batch_size"] == 63 and record["steps"] == 30
-    assert record["workload"]["steps"] == 30 and record["workload"]["epochs"] is None
+    assert (record["workload"]["max_train_steps"], record["workload"]["num_epochs"]) == (30, 2)
+    assert record["workload"]["max_grad_norm"] == 1
     assert record["status"] == "completed" and record["resumed_from"] is None
+    assert set(record["versions"]) == {"torch", "accelerate", "deepspeed", "transformers"}
+    assert record["versions"]["torch"] == torch.__version__
     seconds = record["seconds"]
     assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
-    assert record["samples_per_second"] > 0 and "--max_train_steps" in record["argv"]
+    rates = record["steps_per_second"]
+    assert len(rates) == 5, "8, 16, 22 (the epoch's end), 24, 30"
+    assert record["samples_per_second"] == 63 * statistics.median(rates)
+    assert "--max_train_steps" in record["argv"]
 
     # The saved weights, evaluated by hand in this process, are as accurate as three counted.
     model = script.RowLSTM(8, 64, 0.0).eval()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    train_x, _, test_x, labels = script.read_images(SimpleNamespace(dataset="digits"))
+    train_x, test_x, _, labels = script.read_images(SimpleNamespace(dataset="digits"))
     rows = (test_x.float() - train_x.float().mean()) / train_x.float().std(correction=0)
     assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
     logs = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    names = {"loss", "learning_rate", "samples_per_second", "accuracy", "grad_norm"}
-    assert set(logs.Tags()["scalars"]) >= names
-    rates = {event.step: event.value for event in logs.Scalars("learning_rate")}
-    assert rates[1] == pytest.approx(0.005 / 25) and rates[30] == pytest.approx(0.005 / 25 / 1e4)
+    losses = {event.step: event.value for event in logs.Scalars("loss")}
+    assert losses == {step: pytest.approx(result.losses[step - 1]) for step in (8, 16, 22, 24, 30)}
+    assert [event.step for event in logs.Scalars("accuracy")] == [22, 30]
     assert list((tmp_path / "tensorboard").glob("*/hparams.yml"))
 
 
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path):
     log = baseline.out
     assert "\r" not in log + baseline.err and "%|" not in log + baseline.err
-    assert "epoch 1/2" in log and f"{baseline.folder}/run.json" in log
+    assert re.search(r"^baseline on 1 x CPU .*samples; results go to ", log, re.M)
+    assert re.search(
+        r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s\nepoch 1/2: test accuracy", log, re.M
+    )
     assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
+    assert log.splitlines()[-1].endswith(f"{baseline.folder}/run.json")
 
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -184,14 +192,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(baseline, tmp_path)
     except OSError:  # how a closed terminal reads on Linux
         pass
     assert re.search(rb"\r.*\d+%\|.*/44 ", shown), shown
-
-
-def test_a_log_has_a_line_now_and_then(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "SYNC_SECONDS", 0)
-    main_with(monkeypatch, *DIGITS, "--max_train_steps", 3, "--output_dir", tmp_path)
-    printed = capsys.readouterr().out
-    lines = re.findall(r"^step (.*)  loss \d\.\d{4}  [\d,]+ samples/s$", printed, re.M)
-    assert lines == ["1/3", "2/3", "3/3"]
+    assert b"steps/s" not in shown
 
 
 def test_every_sample_once_an_epoch_and_in_another_order_in_each(baseline):
@@ -204,81 +205,47 @@ def test_every_sample_once_an_epoch_and_in_another_order_in_each(baseline):
 # -------- bad input, one clear line
 
 
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        ("--checkpointing_steps 0", "--checkpointing_steps must be greater than 0"),
-        ("--dropout 1", "--dropout must be less than 1"),
-        ("--dataset cifar", "invalid choice: 'cifar'"),
-        (f"{BATCH} 1438", "global batch of 1438 is more than"),
-    ],
-)
-def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"^error: .*{sentence}"):
-        main_with(monkeypatch, *flags.split())
-    assert not list(tmp_path.iterdir()), "a refused run leaves nothing behind"
-
-
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+NO_MNIST = "no MNIST in FOLDER/data/MNIST/raw: .*Error downloading train-images.*--dataset digits"
 
 
 @pytest.mark.parametrize(
-    "flags, env, pattern",
+    "strategy, flags, env, pattern",
     [
-        (f"{BATCH} 719", {}, "global batch of 1438 is more than all samples"),
-        ("--dataset digits --output_dir FOLDER/file/run", {}, "Not a directory: 'FOLDER/file/run"),
-        (
-            "--data_dir FOLDER/data",
-            NO_NETWORK,
-            "Error downloading train-images.*gz.*place train-images.*, train-labels.*, "
-            "t10k-images.*, t10k-labels.* in FOLDER/data/MNIST/raw, or use --dataset digits",
-        ),
+        ("baseline", "--checkpointing_steps 0", {}, "--checkpointing_steps must be greater than 0"),
+        ("baseline", "--learning_rate nan", {}, "--learning_rate must be greater than 0, got nan"),
+        ("baseline", "--dropout 1", {}, "--dropout must be less than 1, got 1.0"),
+        ("baseline", "--dataset cifar", {}, "invalid choice: 'cifar'"),
+        ("baseline", "--dataset digits --seeds 1", {}, "unrecognized arguments: --seeds 1"),
+        ("ddp", f"{BATCH} 719", {}, "global batch of 1438 is more than all samples"),
+        ("ddp", f"{BATCH} 1 --output_dir FOLDER/file/run", {}, "Not a directory: 'FOLDER/file/run"),
+        ("ddp", "--data_dir FOLDER/data", NO_NETWORK, NO_MNIST),
     ],
 )
-def test_one_line_from_two_processes(flags, env, pattern, tmp_path):
+def test_one_line_for_bad_input(strategy, flags, env, pattern, tmp_path):
+    """From one process and from two; nothing is left behind."""
     (tmp_path / "file").touch()
     words = flags.replace("FOLDER", str(tmp_path)).split()
-    result = launch("ddp", SCRIPT, tmp_path / "run", *words, env=env, ok=False)
-    assert re.search(pattern.replace("FOLDER", str(tmp_path)), result.error_line())
-
-
-def test_processes_that_would_train_alone(tmp_path):
-    """A plain Accelerator() on a machine without a GPU sees one process where two were started."""
-    if torch.cuda.is_available():
-        pytest.skip("accelerate sees all processes where there is a GPU")
-    result = launch("ddp", SCRIPT, tmp_path, *DIGITS, env={"SPY_PLAIN": "1"}, ok=False)
-    assert "each process would train alone" in result.error_line()
+    result = launch(strategy, SCRIPT, tmp_path / "run", *words, env=env, ok=False)
+    assert re.search(f"^error: .*{pattern}".replace("FOLDER", str(tmp_path)), result.error_line())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "env, gpus, usable, sentence",
+    "env, gpus, sentence",
     [
-        ({"WORLD_SIZE": "2"}, 0, False, "each would train alone"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, True, "each would train alone"),  # on two nodes
-        ({"MASTER_ADDR": "127.0.0.1"}, 0, False, "--num_processes 1"),
-        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, True, "add --num_processes 1"),
-        ({}, 1, False, "a GPU that it cannot use"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 0, False, "in fp16, not in bf16"),
+        ({"WORLD_SIZE": "2"}, 0, "each would train alone"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # on two nodes
+        ({"MASTER_ADDR": "127.0.0.1"}, 0, "--num_processes 1"),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
     ],
 )
-def test_launches_that_would_not_do_what_was_asked(env, gpus, usable, sentence, monkeypatch):
+def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    args = SimpleNamespace(gradient_accumulation_steps=1, output_dir="x")
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
-        script.refuse_wrong_launch("dp")
-        script.refuse_wrong_yaml("dp", args)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", *slow("zero2")])  # DeepSpeed has groups of its own
-def test_a_hang_ends_by_the_collective_timeout(strategy, tmp_path):
-    env = {"SPY_DIR": str(tmp_path), "SPY_SIGNAL": "HANG 1 5"}
-    words = [SCRIPT, tmp_path / "run", *DIGITS, "--collective_timeout", 5]
-    result = launch(strategy, *words, env=env, ok=False, timeout=100)
-    assert result.code and re.search("[Tt]imed out .*5000 ?ms", result.err), result.err
+        script.refuse_wrong_launch()
 
 
 @pytest.fixture
@@ -305,66 +272,34 @@ def tiny_mnist(tmp_path, monkeypatch):
     server.shutdown()
 
 
-def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, monkeypatch, capsys):
-    raw = tmp_path / "data" / "MNIST" / "raw"
-    main_with(monkeypatch, "--data_dir", tmp_path / "data", "--prepare_data_only")
-    assert "mnist: 20 training and 10 test images are ready" in capsys.readouterr().out
-    assert len(list(raw.glob("*.gz"))) == 4
-    args = SimpleNamespace(dataset="mnist", data_dir=tmp_path / "data")
-    train_x, train_y, test_x, test_y = script.read_images(args)
+def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
+    raw, args = tmp_path / "MNIST" / "raw", SimpleNamespace(dataset="mnist", data_dir=tmp_path)
+    train_x, test_x, train_y, test_y = script.read_images(args)
     assert train_x.shape == (20, 28, 28) and test_x.shape == (10, 28, 28)
     assert train_y.tolist() == list(range(20)) and test_y.tolist() == list(range(10))
     assert train_x[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
 
     # Half unpacked: one line. Without the half, it is unpacked again.
-    labels = "t10k-labels-idx1-ubyte"
-    for name, size in ((labels, 0), (labels, 3), ("train-images-idx3-ubyte", -1)):
-        (raw / name).write_bytes((raw / name).read_bytes()[:size])
-        with pytest.raises(SystemExit, match=f"^error: cannot read MNIST: .* in {raw}, or "):
-            script.read_images(args)
-        (raw / name).unlink()
-        assert len(script.read_images(args)) == 4
+    labels = raw / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:3])
+    with pytest.raises(SystemExit, match=f"^error: no MNIST in {raw}: .*--dataset digits"):
+        script.read_images(args)
+    labels.unlink()
+    assert len(script.read_images(args)) == 4
 
-    # A corrupt download is made anew where there is a network; elsewhere it is named, and kept.
-    half = raw / f"{labels}.gz"
+    # A damaged download is made anew where there is a network; elsewhere it is named.
+    download = raw / f"{labels.name}.gz"
     for network in (True, False):
-        half.write_bytes(b"half of a downl")
-        for file in raw.glob("*-ubyte"):
-            file.unlink()
+        download.write_bytes(b"half of a downl")
+        labels.unlink()
         if network:
             assert len(script.read_images(args)) == 4
             shutil.rmtree(tiny_mnist)
-    with pytest.raises(SystemExit, match=f"^error: .*Error downloading {half.name}"):
+    with pytest.raises(SystemExit, match=f"^error: .*Error downloading {download.name}"):
         script.read_images(args)
-    assert half.read_bytes() == b"half of a downl"
 
 
-# -------- workarounds: a test that fails says: look whether one can go. That FSDP is a matter of
-# GPUs to accelerate has the version beside it, in `connect`.
-
-
-PROBE = """
-import datetime, os, torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
-from deepspeed.ops import __compatible_ops__
-from torch.distributed import distributed_c10d
-
-__compatible_ops__["deepspeed_shm_comm"] = False
-timeout, cpu = datetime.timedelta(seconds=123), torch.device("cpu")
-accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timeout)])
-model, loader = torch.nn.Linear(4, 4), torch.utils.data.DataLoader(torch.zeros(8, 4), 2)
-accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-options = [group._get_backend(cpu).options for group in distributed_c10d._world.pg_map]
-accelerator.print(sorted({option._timeout.total_seconds() for option in options}), flush=True)
-torch.distributed.barrier()
-os._exit(0)
-"""
-
-
-def test_deepspeeds_groups_have_a_timeout_of_their_own(tmp_path):
-    (tmp_path / "probe.py").write_text(PROBE)
-    assert "[123.0, 1800.0]" in launch("zero2", tmp_path / "probe.py", tmp_path).out
+# -------- workarounds: a test that fails says: look whether one can go
 
 
 def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
@@ -374,7 +309,7 @@ def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
 
 
 def test_dataparallels_threads_forget_the_dtype_of_autocast():
-    """A thread finds CUDA's default, fp16. So `refuse_wrong_yaml` refuses bf16 under dp."""
+    """A thread finds CUDA's default, fp16. So `make_accelerator` refuses bf16 under dp."""
     before, found = torch.get_autocast_dtype("cuda"), []
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))

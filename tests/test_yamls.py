@@ -91,9 +91,10 @@ def test_what_a_yaml_changes_is_honoured_and_recorded(
         assert run.losses != pytest.approx(baseline(), rel=1e-4), "clipping changes the losses"
 
 
+DP = {"dynamo_config": {"dynamo_mode": "data_parallel"}, "num_processes": 1}
 STEPS, ADAM = {"gradient_accumulation_steps": 4}, {"optimizer": {"type": "Adam"}}
 RAM = FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}
-ACCUMULATE = ["--gradient_accumulation_steps", "4"]
+ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ ACCUMULATE = ["--gradient_accumulation_steps", "4"]
         ("MULTI_CPU", {"use_cpu": True}, [], [], "each would train alone"),
         ("MULTI_GPU", {}, ["--cpu"], [], "each would train alone"),
         ("NO", {}, [], [], "each would train alone"),
+        ("NO", DP, BF16, [], "in fp16, not in bf16: use ddp.yaml"),
         ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version: 2"),
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
