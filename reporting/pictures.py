@@ -1,21 +1,22 @@
 """The pictures of a report, as SVG: bars where there are one or two device counts, lines from three
 on.
 
-They have to be legible in grey and on a phone: bars carry their names and values, stacked parts
-differ in hatching, lines in marker and dash. Legends are outside the axes. A picture has at most
-MOST entries: those on the most devices, and of these the fastest; the table names the rest.
+They have to be legible in grey and on a phone: bars carry their names and values, lines differ in
+marker and dash. Legends are outside the axes. A picture has at most MOST entries: those on the most
+devices, and of these the fastest; it says how many it leaves out, and the table has them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy
 
-from reporting.comparing import Cell, Comparison, Workload
-from reporting.splitting import PARTS, Split
+from planning.facts import STRATEGIES
+from planning.printing import own_file
+from reporting.comparing import Cell, Comparison, Workload, quiet
 
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot, ticker  # noqa: E402  after the choice above
@@ -24,61 +25,50 @@ MOST = 12  # entries of a picture
 WIDTH = 5.0  # inches
 STYLE: Any = {
     "font.size": 11,
+    "font.family": ["DejaVu Sans", "sans-serif"],
     "axes.titlesize": 11,
     "legend.fontsize": 9,
-    "svg.fonttype": "path",  # the same in every browser
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "report",  # the same file from the same records
+    "text.parse_math": False,  # a $ in a name is a $
 }
 NO_METADATA = {"Date": None, "Creator": None}
 
-# Colour, marker and line of a strategy; a variant has the colour of its strategy. A larger marker
-# means activation checkpointing. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
-STYLES: dict[str, tuple[str, str, Any]] = {
-    "baseline": ("#000000", "o", "-"),
-    "dp": ("#999999", "v", ":"),
-    "ddp": ("#0072B2", "s", "--"),
-    "zero1": ("#E69F00", "*", (0, (5, 1))),
-    "fsdp": ("#D55E00", "^", "-."),
-    "fsdp_keep": ("#D55E00", "<", (0, (7, 2, 1, 2))),
-    "fsdp_offload": ("#D55E00", ">", (0, (2, 2))),
-    "hsdp": ("#A6761D", "p", (0, (5, 2, 1, 2, 1, 2))),
-    "zero2": ("#009E73", "D", (0, (3, 1, 1, 1))),
-    "zero2_offload": ("#009E73", "h", (0, (3, 1, 1, 1, 1, 1))),
-    "zero3": ("#CC79A7", "P", (0, (1, 1))),
-    "zero3_offload": ("#CC79A7", "X", (0, (1, 3))),
+# Of the strategies in their order. A variant has the colour of its strategy. A larger marker means
+# activation checkpointing. Colours: Okabe and Ito, https://jfly.uni-koeln.de/color/
+COLOURS = {
+    "baseline": "#000000",
+    "dp": "#999999",
+    "ddp": "#0072B2",
+    "fsdp": "#D55E00",
+    "hsdp": "#A6761D",
+    "zero1": "#E69F00",
+    "zero2": "#009E73",
+    "zero3": "#CC79A7",
 }
+MARKERS = "ovs^<>p*DhPX"
+DASHES: list[Any] = ["-", ":", "--", "-.", (0, (7, 2, 1, 2)), (0, (2, 2)), (0, (5, 2, 1, 2, 1, 2))]
+DASHES += [(0, (5, 1)), (0, (3, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (1, 3))]
+LOOKS = dict(zip(STRATEGIES, zip(MARKERS, DASHES, strict=True), strict=True))
 
-# Lightness and hatching of stacked parts, in their order.
-SHADES = [
-    ("#1b4965", ""),
-    ("#b3dcf2", "//"),
-    ("#e07a5f", "\\\\"),
-    ("#f6d5cb", "\\\\\\\\"),
-    ("#f2cc8f", "xx"),
-    ("#81b29a", "++"),
-    ("#cae9ff", ".."),
-    ("#f4f4f4", ""),
-]
+LOSS_POINTS = 16  # of a curve: more steps than that are drawn as means, or noise hides the curves
+LOSS_DASHES = ["-", "--", ":", "-."]  # by global batch
 
-LOSS_POINTS = 60  # of a curve: more steps than that are drawn as means, or noise hides the curves
-DASHES = ["-", "--", ":", "-."]  # of losses, by global batch
-ENOUGH = 0.3  # of a measured peak: where formulas know less of it, no bar is drawn
-
-Bar = tuple[Cell, float, float, float]  # a cell, its value, and its lowest and highest repeat
-Held = dict[str, float]  # bytes of a rank, by formula
+Bar = tuple[Cell, float, float, float]  # a cell, its value, and the ends of what is drawn across it
 
 
 def style_of(cell: Cell) -> tuple[str, str, Any, int]:
     """Colour, marker, line and marker size, in points, of a cell's strategy."""
-    color, marker, line = STYLES.get(cell.setting.strategy, ("#56B4E9", "x", "-"))
+    strategy = cell.setting.strategy
+    color = COLOURS.get(strategy.split("_")[0], "#56B4E9")
+    marker, line = LOOKS.get(strategy, ("x", "-"))
     return color, marker, line, 9 if cell.setting.activation_checkpointing else 5
 
 
 def most_telling(cells: list[Cell]) -> list[Cell]:
     """At most MOST of these cells, in their order."""
     ranked = sorted(cells, key=lambda cell: (not cell.is_baseline, -cell.devices, cell.seconds))
-    kept = ranked[:MOST]
-    return [cell for cell in cells if cell in kept]
+    return [cell for cell in cells if cell in ranked[:MOST]]
 
 
 def add_legend(figure: Any, columns: int, left: int) -> None:
@@ -87,64 +77,64 @@ def add_legend(figure: Any, columns: int, left: int) -> None:
     figure.legend(loc="outside lower center", ncols=columns, title=title, title_fontsize=9)
 
 
-def plot_work(
-    workload: Workload, splits: list[Split], held: dict[Cell, Held], folder: Path, suffix: str
-) -> dict[str, str]:
-    """The pictures of one workload; returns {name: file}. `held` is what the formulas say of a
-    cell's memory.
-    """
+def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, str]:
+    """The pictures of one workload, their names with this suffix; returns {name: file}."""
     files = {}
-    with pyplot.rc_context(STYLE):
+    with quiet(), pyplot.rc_context(STYLE):  # A missing glyph is no matter: text stays text.
         figures = {
-            "time": plot_time(workload),
-            "speedup": plot_speedup(workload, "speedup", lambda cell: cell.weak or cell.by_hand),
-            "speedup-strong": plot_speedup(
+            "time": draw_time(workload),
+            "speedup": draw_speedup(workload, "speedup", lambda cell: cell.weak or cell.by_hand),
+            "speedup-strong": draw_speedup(
                 workload, "speedup, global batch fixed", lambda cell: cell.strong
             ),
-            "step": plot_steps(splits),
-            "memory": plot_memory(workload, held),
-            "loss": plot_losses(workload, "samples trained on"),
-            "loss-seconds": plot_losses(workload, "seconds of training"),
+            "loss": draw_losses(workload),
         }
         for name, figure in figures.items():
             if figure:
-                title = f"{workload.work.model}\n" if workload.work.model else ""
+                model = workload.values.get("model")
+                title = f"{model[-40:]}\n" if model else ""
                 figure.axes[0].set_title(title + figure.axes[0].get_title())
                 files[name] = f"{name}{suffix}.svg"
-                figure.savefig(folder / files[name], metadata=NO_METADATA)
+                figure.savefig(own_file(folder / files[name]), metadata=NO_METADATA)
                 pyplot.close(figure)
     return files
 
 
-def plot_time(workload: Workload) -> Any:
+def draw_time(workload: Workload) -> Any:
     bars = [(cell, cell.seconds, cell.fastest, cell.slowest) for cell in workload.cells]
-    return plot_bars_or_lines(bars, "seconds of training (less is better)", "{:,.2f}", False)
+    return draw_bars_or_lines(bars, "seconds of training (less is better)", "{:,.2f}", False)
 
 
-def plot_speedup(
+def draw_speedup(
     workload: Workload, title: str, comparison_of: Callable[[Cell], Comparison | None]
 ) -> Any:
     """None if there is no such comparison on several devices."""
     pairs = [(cell, comparison_of(cell)) for cell in workload.cells]
-    bars = [(cell, one.speedup, one.low, one.high) for cell, one in pairs if one]
+    bars = [
+        (cell, one.speedup, one.low or one.speedup, one.high or one.speedup)
+        for cell, one in pairs
+        if one
+    ]
     if all(cell.devices == 1 for cell, *_ in bars):
         return None
-    return plot_bars_or_lines(bars, f"{title} (more is better)", "{:.2f}", True)
+    return draw_bars_or_lines(bars, f"{title} (more is better)", "{:.2f}", True)
 
 
-def plot_bars_or_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
-    draw = plot_bars if len({cell.devices for cell, *_ in bars}) < 3 else plot_lines
+def draw_bars_or_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
+    draw = draw_bars if len({cell.devices for cell, *_ in bars}) < 3 else draw_lines
     return draw(bars, title, form, ideal)
 
 
-def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
-    """A bar for each cell, its value beside it, and a line from the lowest repeat to the highest.
-    Ticks mark the ideal: a speedup of as many times as there are devices.
+def draw_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
+    """A bar for each cell, its value beside it, and a line from the lowest repeat to the highest,
+    or over the interval of a speedup. Ticks mark the ideal: a speedup of as many times as there are
+    devices.
     """
     kept = most_telling([cell for cell, *_ in bars])
     left = len(bars) - len(kept)
     bars = [bar for bar in bars if bar[0] in kept]
-    height = 0.5 if any(cell.apart for cell in kept) else 0.34  # names of two lines, or of one
+    names = [name_on_axis(cell) for cell in kept]
+    height = 0.5 if any("\n" in name for name in names) else 0.34
     figure, axes = pyplot.subplots(figsize=(WIDTH, 1.6 + height * len(bars)), layout="constrained")
     places = range(len(bars))
     values = [value for _, value, *_ in bars]
@@ -156,9 +146,9 @@ def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
         [high for *_, high in bars],
         color="black",
         linewidth=1.2,
-        label="from the lowest to the highest repeat",
+        label="the test's interval" if ideal else "from the fastest to the slowest repeat",
     )
-    ends = [max(value, high) for _, value, _, high in bars]
+    ends = [max(value, min(high, 2 * value)) for _, value, _, high in bars]
     if ideal:
         several = [place for place in places if kept[place].devices > 1]
         axes.vlines(
@@ -173,36 +163,33 @@ def plot_bars(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
         axes.axvline(1, color="0.4", linewidth=1, linestyle=":", label="1: one device")
         ends += [cell.devices for cell in kept]
     axes.set_xlim(0, 1.05 * max(ends))
-    finish_bars(figure, axes, kept, title, left)
-    write_numbers(axes, places, values, form)
-    return figure
-
-
-def finish_bars(figure: Any, axes: Any, cells: list[Cell], title: str, left: int) -> None:
-    """The names of the cells, ticks, title and legend."""
-    axes.set_yticks(range(len(cells)), [name_on_axis(cell) for cell in cells])
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_title(title)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
-    add_legend(figure, 2 if len(axes.containers) > 1 else 1, left)
+    add_legend(figure, 1, left)
+    for place, value in zip(places, values, strict=True):  # right of the axes: nothing crosses it
+        axes.annotate(
+            form.format(value),
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            annotation_clip=False,
+        )
+    return figure
 
 
 def name_on_axis(cell: Cell) -> str:
-    apart = f"\n{cell.apart}" if cell.apart else ""
-    return f"{cell.short}, {cell.setting.shape}{apart}"
+    """At most two lines of at most 36 characters."""
+    name, *checkpointing = cell.name.split(", activation ")
+    first = f"{shorten(name, 26)}, {cell.setting.shape}"
+    more = [*(f"activation {words}" for words in checkpointing), cell.apart]
+    second = shorten(", ".join(text for text in more if text), 36)
+    return f"{first}\n{second}" if second else first
 
 
-def write_numbers(axes: Any, places: Any, values: Sequence[float | None], form: str) -> None:
-    """The numbers, in a column right of the axes, where nothing crosses them."""
-    for place, value in zip(places, values, strict=True):
-        if value is not None:
-            axes.annotate(
-                form.format(value),
-                (1.01, place),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                annotation_clip=False,
-            )
+def shorten(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def group_lines(bars: list[Bar]) -> dict[str, list[Bar]]:
@@ -211,7 +198,7 @@ def group_lines(bars: list[Bar]) -> dict[str, list[Bar]]:
     lines: dict[str, list[Bar]] = {}
     for bar in sorted(bars, key=lambda bar: (bar[0].devices, bar[0].setting.nodes)):
         batch = f", {bar[0].batch}" if len(batches) > 1 else ""
-        lines.setdefault(f"{bar[0].short}{batch}", []).append(bar)
+        lines.setdefault(f"{bar[0].name}{batch}", []).append(bar)
     return lines
 
 
@@ -221,10 +208,10 @@ def rank_line(points: list[Bar]) -> tuple[bool, int, float]:
     return not last.is_baseline, -last.devices, last.seconds
 
 
-def plot_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
+def draw_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
     """A line for each strategy and batch over the devices: filled markers on one node, hollow ones
-    on several nodes; repeats as a band. Of several shapes with as many devices, the line takes that
-    with the fewest nodes.
+    on several nodes; repeats, or the interval of a speedup, as a band. Of several shapes with as
+    many devices, the line takes that with the fewest nodes.
     """
     lines = group_lines(bars)
     telling = sorted(lines, key=lambda name: rank_line(lines[name]))[:MOST]
@@ -236,7 +223,7 @@ def plot_lines(bars: list[Bar], title: str, form: str, ideal: bool) -> Any:
     batches = sorted({bar[0].setting.batch_per_device or 0 for bar in bars})
     for name, points in kept.items():
         thicker = batches.index(points[0][0].setting.batch_per_device or 0)
-        draw_line(axes, name, points, 1.2 + thicker)
+        draw_line(axes, shorten(name, 50), points, 1.2 + thicker)
     finish_lines(axes, [bar for points in kept.values() for bar in points], ideal)
     hollow = any(bar[0].setting.nodes > 1 for bar in bars)
     axes.set(xlabel="devices (hollow: several nodes)" if hollow else "devices", title=title)
@@ -268,7 +255,7 @@ def finish_lines(axes: Any, bars: list[Bar], ideal: bool) -> None:
     counts = sorted({cell.devices for cell, *_ in bars})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, counts)
-    lowest, highest = min(low for *_, low, _ in bars), max(high for *_, high in bars)
+    lowest, highest = min(value for _, value, *_ in bars), max(value for _, value, *_ in bars)
     if ideal:
         axes.plot(counts, counts, color="0.6", linewidth=1, label="ideal", zorder=0)
         lowest, highest = min(1, lowest), max(counts[-1], highest)
@@ -280,84 +267,10 @@ def finish_lines(axes: Any, bars: list[Bar], ideal: bool) -> None:
     axes.minorticks_off()
 
 
-def plot_steps(splits: list[Split]) -> Any:
-    """Where the step of each cell went, in ms. None without cells."""
-    parts = [(one.cell, {k: 1000 * v for k, v in one.parts.items()}) for one in splits]
-    known = {one.cell: 1000 * one.step for one in splits}
-    title = "ms of a step (less is better)"
-    return plot_parts(parts, known, title, "{:.1f}", "the measured step")
-
-
-def memory_is_known(cell: Cell, held: Held) -> bool:
-    """Whether the formulas explain enough of a cell's measured memory."""
-    measured = cell.figures.training_memory_mb
-    return bool(measured and held and sum(held.values()) >= ENOUGH * measured * 1e6)
-
-
-def plot_memory(workload: Workload, held: dict[Cell, Held]) -> Any:
-    """What a rank holds by formula, in MB, of the cells of which formulas know enough."""
-    cells = [cell for cell in workload.cells if memory_is_known(cell, held.get(cell, {}))]
-    parts = [(cell, {k: v / 1e6 for k, v in held[cell].items()}) for cell in cells]
-    known = {cell: cell.figures.training_memory_mb for cell in cells}
-    title = "MB of a rank by formula (less is better)"
-    return plot_parts(parts, known, title, "{:,.4g}", "measured in training")
-
-
-def plot_parts(
-    parts: list[tuple[Cell, dict[str, float]]],
-    known: dict[Cell, Any],
-    title: str,
-    form: str,
-    name_known: str,
-) -> Any:
-    """A stacked bar for each cell, from zero, and its sum. A part below zero is not drawn. Below
-    each bar is one of what is `known` by measuring. None without cells.
-    """
-    kept = most_telling([cell for cell, _ in parts])
-    left = len(parts) - len(kept)
-    parts = [one for one in parts if one[0] in kept]
-    if not kept:
-        return None
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 2.1 + 0.5 * len(kept)), layout="constrained")
-    places = range(len(kept))
-    right = [0.0] * len(kept)
-    names = list(dict.fromkeys(name for _, sizes in parts for name in sizes))
-    shades = dict(zip(names_in_order(names), SHADES, strict=False))
-    for name, (color, hatch) in shades.items():
-        sizes = [max(0.0, sizes.get(name, 0.0)) for _, sizes in parts]
-        if sum(sizes):
-            axes.barh(
-                places,
-                sizes,
-                left=right,
-                color=color,
-                hatch=hatch,
-                height=0.4,
-                edgecolor="0.2",
-                linewidth=0.4,
-                label=name,
-            )
-            right = [start + size for start, size in zip(right, sizes, strict=True)]
-    below, measured = [place + 0.38 for place in places], [known[cell] for cell in kept]
-    widths = [value or 0.0 for value in measured]
-    axes.barh(below, widths, height=0.3, color="white", edgecolor="black", label=name_known)
-    axes.set_xlim(0, 1.05 * max([*right, *widths]))
-    finish_bars(figure, axes, kept, title, left)
-    write_numbers(axes, places, [*right], form)
-    write_numbers(axes, below, measured, form)
-    return figure
-
-
-def names_in_order(names: list[str]) -> list[str]:
-    """The parts of a step in the order of PARTS; other parts as they come."""
-    order = {name: place for place, name in enumerate(PARTS)}
-    return sorted(names, key=lambda name: order.get(name, len(order)))
-
-
-def plot_losses(workload: Workload, over: str) -> Any:
-    """The training losses of each cell's median run over samples or seconds, as means over up to
-    LOSS_POINTS pieces of the run: the colour is the strategy's, the dash tells global batches
-    apart. None if there are none.
+def draw_losses(workload: Workload) -> Any:
+    """The training losses of each cell's median run over samples, as means over up to LOSS_POINTS
+    pieces of the run: the colour is the strategy's, the dash tells global batches apart. None if
+    there are none.
     """
     known = [cell for cell in workload.cells if cell.median.losses]
     cells = most_telling(known)
@@ -372,20 +285,20 @@ def plot_losses(workload: Workload, over: str) -> Any:
         batch = cell.setting.global_batch_size or 0
         width = math.ceil(len(history) / LOSS_POINTS)  # of a piece, in steps
         pieces = [numpy.mean(history[i : i + width], axis=0) for i in range(0, len(history), width)]
-        steps, losses, seconds = zip(*pieces, strict=True)
-        gap = max(1, len(steps) // 6)
+        steps, losses = zip(*pieces, strict=True)
+        gap = max(1, len(steps) // 4)
         axes.plot(
-            seconds if over.startswith("seconds") else [step * batch for step in steps],
+            [step * batch for step in steps],
             losses,
             color=color,
             linewidth=1,
             marker=marker,
             markersize=size - 1,
             markevery=(number % gap, gap),
-            linestyle=DASHES[batches.index(batch) % len(DASHES)],
-            label=f"{cell.short}, {cell.setting.shape}, batch {batch}",
+            linestyle=LOSS_DASHES[batches.index(batch) % len(LOSS_DASHES)],
+            label=shorten(f"{cell.name}, {cell.setting.shape}, batch {batch}", 60),
         )
-    axes.set(xlabel=over, title="training loss (less is better)")
+    axes.set(xlabel="samples trained on", title="training loss (less is better)")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
     add_legend(figure, 2 if len(cells) > 3 else 1, len(known) - len(cells))
     return figure

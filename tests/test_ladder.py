@@ -163,4 +163,4 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
         losses.append([loss for _, loss in record["loss_history"]])
         assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
     text = (climbed.folder / "runs" / "ladder" / "report.md").read_text()
-    assert "| fsdp_keep, recomputing " in text and "MB of training alone" in text
+    assert "| FSDP keep, activation checkpointing " in text and "MB of training alone" in text
