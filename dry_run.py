@@ -22,14 +22,9 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Before torch comes: the CPU plays a device.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+from planning import patches  # noqa: E402
 from planning.counting import Tally, count_held, peak_memory, resident_memory  # noqa: E402
 from planning.launching import LaunchError, environment_of, read_launch  # noqa: E402
-from planning.patches import (  # noqa: E402
-    StepWatch,
-    connect_counting_groups,
-    repeat_batches,
-    save_nothing,
-)
 from planning.printing import OneLineParser, markdown_table, stop  # noqa: E402
 
 # The first step sets up, in the second DDP arranges its buckets, and the third is counted.
@@ -60,7 +55,7 @@ class Counted(BaseException):
     """The steps are done. No script catches it."""
 
 
-class DryRun(StepWatch):
+class DryRun(patches.StepWatch):
     """Counts the last of STEPS steps: its collectives, and what this rank holds in it."""
 
     def __init__(self, tally):
@@ -193,11 +188,11 @@ def main():
         stop(problem)
     os.environ |= environment_of(launched)
     tally = Tally(args.ranks // args.nodes)
-    connect_counting_groups(args.ranks, tally)
+    patches.connect_counting_groups(args.ranks, tally)
     dry = DryRun(tally)
     dry.watch()
-    save_nothing()
-    repeat_batches(STEPS)
+    patches.save_nothing()
+    patches.repeat_batches(STEPS)
     script, flags = Path(launched.training_script), launched.training_script_args
     with tempfile.TemporaryDirectory() as own:  # its run.json is of no real run
         train(script, [*flags, "--output_dir", f"{own}/run", "--max_train_steps", "1000"], dry)

@@ -129,53 +129,23 @@ def parse_args():
         description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula."
     )
     add = parser.add_argument
-    add(
-        "memory",
-        help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30); or the run.json of a run",
-    )
-    add(
-        "--model",
-        "--model_name_or_path",
-        default="bert-base",
-        help="bert-base, bert-large, or a folder with the config.json of a BERT "
-        "(default: %(default)s)",
-    )
-    add(
-        "--config_overrides",
-        metavar="KEY=VALUE,...",
-        help="change the model's config: hidden_size=768,num_hidden_layers=6",
-    )
-    add(
-        "--per_device_train_batch_size",
-        type=int,
-        default=4,
-        help="windows in a micro-batch of each device (default: %(default)s)",
-    )
+    add("memory", help="of one device, as 40GB (10^9 bytes) or 80GiB (2^30); or a run's run.json")
+    model = "bert-base, bert-large, or a folder with the config.json of a BERT"
+    add("--model", "--model_name_or_path", default="bert-base", help=model)
+    changes = "change the model's config: hidden_size=768,num_hidden_layers=6"
+    add("--config_overrides", metavar="KEY=VALUE,...", help=changes)
+    windows = "windows in a micro-batch of each device (default: %(default)s)"
+    add("--per_device_train_batch_size", type=int, default=4, help=windows)
     add("--max_seq_length", type=int, default=384, help="tokens in a window (default: %(default)s)")
     add("--num_processes", type=int, default=2, help="devices on all nodes (default: %(default)s)")
-    add(
-        "--num_machines",
-        type=int,
-        default=1,
-        help="nodes: HSDP divides a model within one (default: %(default)s)",
-    )
-    add(
-        "--mixed_precision",
-        choices=["no", "bf16"],
-        default="no",
-        help="as in `accelerate launch` (default: %(default)s)",
-    )
-    add(
-        "--activation_checkpointing",
-        action="store_true",
-        help="compute the layers again in the backward pass, and keep only their inputs",
-    )
-    add(
-        "--dropout",
-        type=float,
-        default=0.1,
-        help="more than 0: masks are kept (default: %(default)s)",
-    )
+    nodes = "nodes: HSDP divides a model within one (default: %(default)s)"
+    add("--num_machines", type=int, default=1, help=nodes)
+    launcher = "as in `accelerate launch` (default: %(default)s)"
+    add("--mixed_precision", choices=["no", "bf16"], default="no", help=launcher)
+    checkpointing = "compute the layers again in the backward pass, and keep only their inputs"
+    add("--activation_checkpointing", action="store_true", help=checkpointing)
+    masks = "more than 0: masks are kept (default: %(default)s)"
+    add("--dropout", type=float, default=0.1, help=masks)
     args = parser.parse_args()
     for name in ("per_device_train_batch_size", "max_seq_length", "num_processes", "num_machines"):
         if getattr(args, name) < 1:

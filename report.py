@@ -26,25 +26,12 @@ def parse_args():
         description="Tables and plots of time, speedup and efficiency from run records."
     )
     add = parser.add_argument
-    add(
-        "folder",
-        type=Path,
-        nargs="?",
-        help="where the runs are: every run.json below it is read; "
-        "or such a folder compressed, as RUNS.tar.xz",
-    )
-    add(
-        "--times",
-        type=Path,
-        help="CSV of times measured by hand, as 186.6 or 3m6.6s: "
-        "strategy,nodes,gpus_per_node,seconds",
-    )
-    add(
-        "--output_dir",
-        type=Path,
-        help="where report.md, report.html, report.csv and the pictures go (default: "
-        "the folder; beside a compressed one; with --times alone, the current folder)",
-    )
+    folder = "every run.json below it is read; or such a folder compressed, as RUNS.tar.xz"
+    add("folder", type=Path, nargs="?", help=folder)
+    by_hand = "CSV of times as 186.6 or 3m6.6s, with strategy,nodes,gpus_per_node,seconds"
+    add("--times", type=Path, help=by_hand)
+    output = "where all goes (default: the folder; with --times alone, the current one)"
+    add("--output_dir", type=Path, help=output)
     args = parser.parse_args()
     if not args.folder and not args.times:
         parser.error("a folder of runs is needed, or --times")

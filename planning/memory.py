@@ -1,5 +1,7 @@
 """What a device holds while a model trains, by formula; what a run held, and what to try next."""
 
+import bisect
+
 from planning.facts import STRATEGIES, shards_of
 
 SIZES = [
@@ -191,16 +193,11 @@ def largest_batch(memory, strategy, model, *rest):
     """The largest micro-batch whose total fits into `memory` bytes; 0 if none does. `rest` is what
     `memory_of` takes after the batch.
     """
-    fits, fails = 0, 1
-    while memory_of(strategy, model, fails, *rest)["total"] <= memory:
-        fits, fails = fails, 2 * fails
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if memory_of(strategy, model, middle, *rest)["total"] <= memory:
-            fits = middle
-        else:
-            fails = middle
-    return fits
+
+    def total(batch):
+        return memory_of(strategy, model, batch, *rest)["total"]
+
+    return bisect.bisect_right(range(1, 2**30), memory, key=total)
 
 
 def measured_and_by_formula(run):

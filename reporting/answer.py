@@ -5,8 +5,7 @@ A sentence calls a cell faster or slower than another one only where the tests s
 
 from collections.abc import Iterable
 
-from planning.facts import STRATEGIES
-from reporting.comparing import Cell, Workload, faults
+from reporting.comparing import Cell, Workload, faults, name_strategy
 from reporting.records import Run
 
 MANY = 4  # more names than this in a sentence are counted, and the table has them
@@ -127,7 +126,7 @@ def say_faults(workload: Workload) -> str | None:
         texts = [f"measured only once: {listed(once)}"]
     again = [f"{cell.label} ({faults(cell)})" for cell in cells if faults(cell)]
     if len(again) > MANY:
-        texts.append(f"{len(again)} of {len(cells)} cells should be measured again (column *note*)")
+        texts.append(f"{len(again)} of {len(cells)} cells should be measured again (column 'note')")
     elif again:
         texts.append(f"measure again: {listed(again)}")
     return f"Mind: {'; '.join(texts)}." if texts else None
@@ -137,15 +136,11 @@ def say_lost(workload: Workload) -> str | None:
     """Repeats that were started or planned and are no timings, with the reason of each."""
     groups: dict[str, list[Run]] = {}
     for run in workload.lost:
-        groups.setdefault(name_lost(run), []).append(run)
+        name = f"{name_strategy(run.setting)} on {run.setting.shape}"
+        groups.setdefault(name, []).append(run)
     texts = []
     for name, runs in groups.items():
         reasons = sorted({run.problem.split(":")[0] for run in runs})
         count = f"{len(runs)} x " if len(runs) > 1 else ""
         texts.append(f"{count}{name} ({', '.join(reasons)})")
     return f"Lost: {listed(texts)}." if texts else None
-
-
-def name_lost(run: Run) -> str:
-    known = STRATEGIES.get(run.setting.strategy)
-    return f"{known.label if known else run.setting.strategy} on {run.setting.shape}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 from scipy.stats import dunnett, tukey_hsd
 
-from planning.facts import REPLICAS, SHARDS, STRATEGIES, flops_utilization
+from planning.facts import STRATEGIES, flops_utilization
 from reporting.records import PROFILED, Figures, Run, Setting
 
 FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
@@ -51,9 +51,7 @@ class Cell:
     runs: list[Run]
     figures: Figures = field(init=False)
     median: Run = field(init=False)  # or the run nearest to it
-    variant: str = ""  # options in which it differs from others of its strategy
-    number: int = 0  # of the variant, if there are several
-    apart: str = ""  # from others of its name and shape: batch, cores or shards
+    apart: str = ""  # from others of its name and shape: batch, cores or options
     weak: Comparison | None = None  # with a baseline of the same batch per device
     strong: Comparison | None = None  # with a baseline of the same global batch
     by_hand: Comparison | None = None  # of times that were measured by hand
@@ -108,12 +106,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for people, with a number for a variant."""
-        known = STRATEGIES.get(self.setting.strategy)
-        name = known.label if known else self.setting.strategy
-        number = f" #{self.number}" if self.number else ""
         more = ", activation checkpointing" if self.setting.activation_checkpointing else ""
-        return f"{name}{number}{more}"
+        return name_strategy(self.setting) + more
 
     @property
     def label(self) -> str:
@@ -214,12 +208,18 @@ def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
             settings.setdefault(run.setting, []).append(run)
     cells = [Cell(values, setting, repeats) for setting, repeats in settings.items()]
     cells.sort(key=order_of)
-    name_variants(cells)
+    tell_apart(cells)
     lost = [run for run in own if run.problem not in ("", PROFILED)]
     workload = Workload(values, cells, lost)
     for cell in cells:
         compare(cell, workload)
     return workload
+
+
+def name_strategy(setting: Setting) -> str:
+    """The strategy as people write it: DDP, ZeRO-2."""
+    known = STRATEGIES.get(setting.strategy)
+    return known.label if known else setting.strategy
 
 
 def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
@@ -325,53 +325,26 @@ def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
 # -------- names
 
 
-def name_variants(cells: list[Cell]) -> None:
-    """Set in what each cell differs from others of its strategy, and whether its batch does."""
-    for strategy in {cell.setting.strategy for cell in cells}:
-        same = [cell for cell in cells if cell.setting.strategy == strategy]
-        for cell, text in zip(same, differing_options(same), strict=True):
-            cell.variant = text
-        texts = sorted({cell.variant for cell in same})
-        for cell in same:
-            cell.number = texts.index(cell.variant) + 1 if len(texts) > 1 else 0
+def tell_apart(cells: list[Cell]) -> None:
+    """Set in what each cell differs from others of its name and shape."""
     places: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         places.setdefault((cell.name, cell.setting.shape), []).append(cell)
     for twins in places.values():
-        texts_of = [(twin.batch, cores_in_words(twin), shards_in_words(twin)) for twin in twins]
-        differing = [len(set(column)) > 1 for column in zip(*texts_of, strict=True)]
-        for twin, words in zip(twins, texts_of, strict=True):
-            known = [word for word, differs in zip(words, differing, strict=True) if differs]
-            twin.apart = ", ".join(word for word in known if word)
+        words_of = [words_on(twin) for twin in twins]
+        names = dict.fromkeys(name for words in words_of for name in words)
+        differ = [name for name in names if len({words.get(name) for words in words_of}) > 1]
+        for twin, words in zip(twins, words_of, strict=True):
+            twin.apart = ", ".join(words[name] for name in differ if name in words)
 
 
-def cores_in_words(cell: Cell) -> str:
-    return f"{cell.setting.cores:g} cores a rank" if cell.setting.cores else ""
-
-
-def shards_in_words(cell: Cell) -> str:
-    """How many replicas HSDP has, and how many shards each of them."""
+def words_on(cell: Cell) -> dict[str, str]:
+    """The batch, the cores and the options of a cell, each in words."""
+    words = {"batch": cell.batch}
+    if cell.setting.cores:
+        words["cores"] = f"{cell.setting.cores:g} cores a rank"
     options = json.loads(cell.setting.strategy_options or "{}")
-    sizes = [options.get(size) for size in (REPLICAS, SHARDS)]
-    return "{} replicas of {} shards".format(*sizes) if all(sizes) else ""
-
-
-def differing_options(cells: list[Cell]) -> list[str]:
-    """For each of several variants of a strategy, the options in which they differ, such as
-    "offload: true", or "". HSDP's sizes follow from the shape, and make no variant.
-    """
-    variants = [json.loads(cell.setting.strategy_options or "{}") for cell in cells]
-    for variant in variants:
-        for size in (REPLICAS, SHARDS):
-            variant.pop(size, None)
-    names = sorted({name for variant in variants for name in variant})
-    differ = [
-        name for name in names if len({json.dumps(variant.get(name)) for variant in variants}) > 1
-    ]
-    return [
-        ", ".join(f"{name}: {json.dumps(variant.get(name))}" for name in differ)
-        for variant in variants
-    ]
+    return words | {name: f"{name}: {json.dumps(value)}" for name, value in options.items()}
 
 
 # -------- what to measure again
@@ -381,24 +354,18 @@ def faults(cell: Cell) -> str:
     """What a reader should measure again of a cell, in a few words, or ""."""
     found = []
     steps, step = cell.figures.steps, cell.step_seconds
+    start = 1 - step * steps / cell.seconds if step and steps else 0.0
+    late = cell.slowest / cell.seconds - 1
+    cores, threads = cell.setting.cores or math.inf, cell.workload.get("threads") or 0
+    base = cell.comparison.baseline.setting.cores if cell.comparison else None
     if steps is not None and steps < FEW_STEPS:
         found.append(f"{steps:.0f} steps are too few")
-    elif step and steps and 1 - step * steps / cell.seconds > START:
-        found.append(f"the start took {1 - step * steps / cell.seconds:.0%} of the time")
-    late = cell.slowest / cell.seconds - 1
+    elif start > START:
+        found.append(f"the start took {start:.0%} of the time")
     if late > OUTLIER:
         found.append(f"a repeat took {late:.0%} longer than the median")
-    return ", ".join([*found, *faults_of_cores(cell)])
-
-
-def faults_of_cores(cell: Cell) -> list[str]:
-    """Whether the ranks have fewer cores than threads, or, beside GPUs, than the baseline."""
-    cores, threads = cell.setting.cores, cell.workload.get("threads")
-    if cores is None:
-        return []
-    if threads and cores < threads:
-        return [f"{cores:g} cores for {threads} threads"]
-    base = cell.comparison.baseline.setting.cores if cell.comparison else None
-    if not str(cell.workload.get("device_name")).startswith("CPU") and base and cores < base:
-        return [f"{cores:g} cores a rank, the baseline {base:g}"]
-    return []
+    if cores < threads:
+        found.append(f"{cores:g} cores for {threads} threads")
+    if not threads and cores < (base or 0):  # beside GPUs
+        found.append(f"{cores:g} cores a rank, the baseline {base:g}")
+    return ", ".join(found)

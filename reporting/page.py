@@ -4,7 +4,6 @@ import base64
 import csv
 import html
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,30 +14,25 @@ import markdown
 from planning.facts import STRATEGIES
 from planning.printing import markdown_table
 from reporting.answer import sentences
-from reporting.comparing import Cell, Comparison, Workload, faults
+from reporting.comparing import Cell, Comparison, Workload, faults, name_strategy, order_of
 from reporting.records import Run
 
 WIDE = 6  # strategies in a table of the first page; more of them make another table
 
 KINDS = """Speedup = time of the baseline, one device, / time; efficiency = speedup / devices. The
-time is `seconds`, all of training, the median over the repeats. `total` also has the start,
-evaluations and saving. *Weak scaling*: each device has as much to do in a step as the baseline, so
-the global batch grows, an epoch has fewer steps, and the losses differ. *Strong scaling*: the
-global batch and the steps are those of the baseline, and without dropout the losses and weights
-too. Of several baselines the fastest counts. Of times that were measured by hand, you answer for
-the work being the same.
+time is `seconds`, all of training, the median over the repeats. *Weak scaling*: each device has as
+much to do in a step as the baseline, so the global batch grows, an epoch has fewer steps, and the
+losses differ. *Strong scaling*: the global batch and the steps are those of the baseline. Of times
+that were measured by hand, you answer for the work being the same.
 
 **The rule.** Dunnett's test compares cells with their baseline, and Tukey's test compares the cells
 on several devices with each other, both on logarithms of the times of all repeats. Each test has
 5 % divided by the number of tests in this report. So if all cells were equally fast, at most 5 % of
 such reports would call any of them faster or slower. *From-to* is the interval of the speedup by
-this test, and *margin* says by how much this pair has to differ before the report calls one
-faster. *Sure* is what the test says.
+this test, *margin* is by how much this pair has to differ, and *sure* says whether it does. The
+tests compare means of logarithms, so they may differ a little from what the medians suggest.
 
-*Step* and *samples/s* are the median over the intervals between two logs, so they leave out the
-start. *Note* names what to measure again: fewer than 30 steps, a start of more than 10 % of the
-time, a repeat that took 25 % longer than the median, or fewer cores than the baseline has. MFU is
-the share of the GPU's peak FLOP/s that the model's matrix products use."""
+*Note* names what to measure again. All columns are explained in docs/report.md."""
 
 
 # -------- Markdown
@@ -116,7 +110,7 @@ def write_page(
     for workload, files in zip(workloads, pictures, strict=True):
         heading = f"## {title(workload, workloads)}"
         first += [heading, *first_page(workload, files)]
-        more += [heading, *details(workload, files)]
+        more += [heading, *details(workload)]
     if left_out:
         more += ["## Not in the tables", "\n".join(f"- {plain(line)}" for line in left_out)]
     blocks = [*first, *more, "## How to read the tables", KINDS]
@@ -128,63 +122,54 @@ def write_page(
 
 def first_page(workload: Workload, files: dict[str, str]) -> Iterator[str]:
     """What is to be known first of a workload: sentences, small tables, and pictures."""
-    yield emphasised(" ".join(sentences(workload)))
+    yield plain(" ".join(sentences(workload)))
     yield from scaling_tables(workload)
-    yield pictures_of(files, ("time", "speedup", "speedup-strong"))
+    yield " ".join(f"![{name}]({file})" for name, file in files.items())
 
 
-def emphasised(text: str) -> str:
-    """A text of the answer, in which names may have any characters, but *note* is Markdown."""
-    return plain(text).replace(r"\*note\*", "*note*")
+# The comparison, what its cells have in common, and the caption of their table.
+TABLES = (
+    (
+        "weak",
+        "batch_per_device",
+        "**Weak scaling**, {} samples per device and step: time of training, speedup and "
+        "efficiency against the baseline with the same batch per device.",
+    ),
+    (
+        "strong",
+        "global_batch_size",
+        "**Strong scaling**, {} samples per step in all: time of training, speedup and "
+        "efficiency against the baseline with the same global batch.",
+    ),
+    ("by_hand", "batch_per_device", "Time, speedup and efficiency:"),
+    (
+        "comparison",
+        "batch_per_device",
+        "Time of training without a baseline, {} samples per device and step:",
+    ),
+)
 
 
 def scaling_tables(workload: Workload) -> Iterator[str]:
     """A table for each batch per device (weak scaling), for each global batch (strong scaling), and
     for the cells that are compared with nothing. Shapes without a result are in the first one.
     """
-    cells = workload.cells
-    known = {(cell.setting.strategy, cell.setting.shape) for cell in cells}
+    known = {(cell.setting.strategy, cell.setting.shape) for cell in workload.cells}
     lost = [run for run in workload.lost if (run.setting.strategy, run.setting.shape) not in known]
-    weak = group_by(
-        (cell for cell in cells if cell.weak), lambda cell: cell.setting.batch_per_device
-    )
-    strong = group_by(
-        (cell for cell in cells if cell.strong), lambda cell: cell.setting.global_batch_size
-    )
-    alone = group_by(
-        (cell for cell in cells if not cell.comparison), lambda cell: cell.setting.batch_per_device
-    )
-    for batch, group in weak.items():
-        yield from shape_tables(
-            f"**Weak scaling**, {batch} samples per device and step: time of training, speedup and "
-            "efficiency against the baseline with the same batch per device.",
-            [(cell, cell.weak) for cell in group],
-            lost,
-        )
-    for batch, group in strong.items():
-        if any(cell.devices > 1 for cell in group):
-            yield from shape_tables(
-                f"**Strong scaling**, {batch} samples per step in all: time of training, speedup "
-                "and efficiency against the baseline with the same global batch.",
-                [(cell, cell.strong) for cell in group],
-                lost,
-            )
-    hand = [(cell, cell.by_hand) for cell in cells if cell.by_hand]
-    yield from shape_tables("Time, speedup and efficiency:", hand, lost)
-    for batch, group in alone.items():
-        samples = f", {batch} samples per device and step" if batch else ""
-        pairs: list[tuple[Cell, Comparison | None]] = [(cell, None) for cell in group]
-        yield from shape_tables(f"Time of training without a baseline{samples}:", pairs, lost)
+    for kind, common, caption in TABLES:
+        groups: dict[int | None, list[tuple[Cell, Comparison | None]]] = {}
+        for cell in workload.cells:
+            one = getattr(cell, kind)
+            if bool(one) != (kind == "comparison"):
+                batch = getattr(cell.setting, common)
+                groups.setdefault(batch, []).append((cell, one))
+        for batch, pairs in sorted(groups.items(), key=lambda group: group[0] or 0):
+            if kind != "strong" or any(cell.devices > 1 for cell, _ in pairs):
+                words = caption.format(batch).replace(", None samples per device and step", "")
+                yield from shape_tables(words, pairs, lost)
 
 
-def group_by(cells: Iterable[Cell], key: Any) -> dict[Any, list[Cell]]:
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
-    return dict(sorted(groups.items(), key=lambda group: group[0] or 0))
-
-
-Place = tuple[int, int, int | None]  # nodes, GPUs of each, global batch
+Place = tuple[int, int, int]  # nodes, GPUs of each, global batch or 0
 
 
 def shape_tables(
@@ -193,64 +178,44 @@ def shape_tables(
     """Rows are shapes with their global batch, columns strategies. The entries of `lost` are taken
     out of it as they are shown. Nothing if only baselines are known.
     """
-    found: dict[tuple[str, Place], str] = {}
-    numbers: Counter[tuple[str, Place]] = Counter()
-    names = {}
-    for cell, one in sorted(pairs, key=lambda pair: -pair[0].seconds):
-        text = f"{cell.seconds:.1f} s"
-        if one:
-            text += f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %"
+    found: dict[tuple[str, Place], list[str]] = {}
+    order: dict[str, int] = {}  # of the columns
+    for cell, one in sorted(pairs, key=lambda pair: pair[0].seconds):
+        gain = f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %" if one else ""
         if not cell.is_baseline:
-            place = (cell.setting.nodes, cell.setting.gpus_per_node, cell.setting.global_batch_size)
-            numbers[cell.name, place] += 1
-            if numbers[cell.name, place] > 1:  # They differ in cores, micro-batches or shards.
-                text += f" (fastest of {numbers[cell.name, place]})"
-            found[cell.name, place] = text
-            names[cell.name] = order_of_names(cell.setting.strategy, cell.name)
+            setting = cell.setting
+            place = (setting.nodes, setting.gpus_per_node, setting.global_batch_size or 0)
+            found.setdefault((cell.name, place), []).append(f"{cell.seconds:.1f} s{gain}")
+            order[cell.name] = order_of(cell)[0]
     if not found:
         return
     for run in lost:
-        setting = run.setting
-        known = STRATEGIES.get(setting.strategy)
-        name = known.label if known else setting.strategy
-        shape = (setting.nodes, setting.gpus_per_node)
-        fits = [place for _, place in found if place[:2] == shape]
-        found.setdefault((name, fits[0] if fits else (*shape, None)), "no result")
-        names.setdefault(name, order_of_names(setting.strategy, name))
+        shape = run.setting.nodes, run.setting.gpus_per_node
+        place = min((place for _, place in found if place[:2] == shape), default=(*shape, 0))
+        name = name_strategy(run.setting)
+        found.setdefault((name, place), ["no result"])
+        order.setdefault(name, len(STRATEGIES))
     lost.clear()
-    places = sorted({place for _, place in found}, key=order_of_places)
-    in_order = sorted(names, key=lambda name: names[name])
+    places = sorted({place for _, place in found}, key=lambda it: (it[0] * it[1], it[0], it[2]))
+    names = sorted(order, key=lambda name: (order[name], name))
     yield caption
-    for first in range(0, len(in_order), WIDE):
-        yield table(
-            [
-                {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2]}
-                | {name: found.get((name, place)) for name in in_order[first : first + WIDE]}
-                for place in places
-            ]
-        )
-
-
-def order_of_places(place: Place) -> tuple[int, int, int]:
-    nodes, gpus, batch = place
-    return nodes * gpus, nodes, batch or 0
-
-
-def order_of_names(strategy: str, name: str) -> tuple[int, str]:
-    """The order of STRATEGIES, also of variants; other names come last."""
-    known = list(STRATEGIES)
-    return known.index(strategy) if strategy in known else len(known), name
-
-
-def pictures_of(files: dict[str, str], names: Iterable[str]) -> str:
-    """Markdown of those pictures that were drawn; `files` maps names to files."""
-    return " ".join(f"![{name}]({files[name]})" for name in names if name in files)
+    for first in range(0, len(names), WIDE):
+        rows = []
+        for place in places:
+            row = {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2] or None}
+            for name in names[first : first + WIDE]:
+                cells = found.get((name, place), [""])
+                # Several differ in cores, micro-batches or shards: the first is the fastest.
+                more = f" (fastest of {len(cells)})" if len(cells) > 1 else ""
+                row[name] = cells[0] + more
+            rows.append(row)
+        yield table(rows)
 
 
 # -------- the details
 
 
-def details(workload: Workload, files: dict[str, str]) -> Iterator[str]:
+def details(workload: Workload) -> Iterator[str]:
     """All that is known of one workload, as sections of Markdown."""
     values = {name: value for name, value in workload.values.items() if value != "no"}
     yield f"All runs have in common: {plain(', '.join(in_words(values, values)))}."
@@ -260,8 +225,6 @@ def details(workload: Workload, files: dict[str, str]) -> Iterator[str]:
     if known:
         yield "The median runs and their ranks, as `time` prints them:"
         yield table([row for cell in known for row in ranks_of(cell)])
-    shown = ("time", "speedup", "speedup-strong")
-    yield pictures_of(files, [name for name in files if name not in shown])
 
 
 def name_cell(cell: Cell) -> dict[str, Any]:
@@ -271,7 +234,7 @@ def name_cell(cell: Cell) -> dict[str, Any]:
     batch = setting.per_device_batch_size
     return {
         "strategy": cell.name,
-        "options": cell.variant,
+        "variant": cell.apart,
         "nodes x devices": setting.shape,
         "batch per device": f"{batch} x {times}" if times > 1 else batch,
         "global batch": setting.global_batch_size,
@@ -287,6 +250,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         "seconds": f"{cell.seconds:.2f}",
         "fastest-slowest": f"{cell.fastest:.2f}-{cell.slowest:.2f}",
         "total": show(figures.total_seconds, "{:.1f}"),
+        "last loss": show(figures.last_loss, "{:.6f}"),
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
         "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
@@ -328,9 +292,7 @@ def describe_comparisons(workload: Workload) -> Iterator[str]:
     if without and len(without) < len(workload.cells):
         yield (
             "Cells that are in none of these have no baseline with the same batch per device or "
-            "the same global batch that trained on as many samples (1 % more or less). With "
-            "--max_train_steps it takes the same global batch; with epochs, numbers of samples "
-            "that global batches divide."
+            "the same global batch that trained on as many samples (1 % more or less)."
         )
 
 
@@ -399,7 +361,6 @@ def write_csv(path: Path, workloads: list[Workload]) -> None:
 
 def plain_row(cell: Cell) -> dict[str, Any]:
     """A cell as plain numbers and texts."""
-    main = cell.comparison
     return (
         cell.workload
         | asdict(cell.setting)
@@ -414,12 +375,17 @@ def plain_row(cell: Cell) -> dict[str, Any]:
             "step_seconds": cell.step_seconds,
             "mfu": cell.mfu,
             "fixed": cell.fixed,
-            "speedup": main and main.speedup,
-            "efficiency": main and main.efficiency,
-            "speedup_from": main and main.low,
-            "speedup_to": main and main.high,
-            "sure": main and main.sure,
             "weak_speedup": cell.weak and cell.weak.speedup,
             "strong_speedup": cell.strong and cell.strong.speedup,
+        }
+        | {
+            column: getattr(cell.comparison, name, None)
+            for column, name in {
+                "speedup": "speedup",
+                "efficiency": "efficiency",
+                "speedup_from": "low",
+                "speedup_to": "high",
+                "sure": "sure",
+            }.items()
         }
     )

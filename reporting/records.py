@@ -162,6 +162,7 @@ class Figures:
     training_memory_mb: float | None = None  # the peak without what was there before the model
     samples_trained: float | None = None
     steps: float | None = None
+    last_loss: float | None = None
 
 
 @dataclass(eq=False)
@@ -174,7 +175,6 @@ class Run:
     problem: str = ""
     figures: Figures = field(default_factory=Figures)
     ranks: list[Rank] = field(default_factory=list)
-    losses: list[tuple[int, float]] = field(default_factory=list)
     log: str | None = None
 
     @property
@@ -214,7 +214,6 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         problem=problem,
         figures=find_figures(record),
         ranks=record.ranks,
-        losses=record.loss_history,
         log=log,
     )
 
@@ -270,6 +269,7 @@ def find_figures(record: Record) -> Figures:
         training_memory_mb=max(added) if len(added) == len(record.ranks) else None,
         samples_trained=record.steps * record.global_batch_size,
         steps=record.steps,
+        last_loss=record.loss_history[-1][1] if record.loss_history else None,
     )
 
 
@@ -373,15 +373,12 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
                 continue
             job = f", job {planned['job']}" if planned["job"] else ""
             name = os.path.relpath(path, folder)
-            siblings = [
-                run.workload
-                for run in runs
-                if not run.problem and Path(run.name).parent == Path(name).parent
-            ]
+            here = [run for run in runs if Path(run.name).parent == Path(name).parent]
+            known = [run.workload for run in here if not run.problem]
             missing.append(
                 Run(
                     name=name,
-                    workload=siblings[0] if siblings else {"script": "a sweep"},
+                    workload=known[0] if known else {"script": "a sweep"},
                     setting=Setting(
                         planned["strategy"], int(planned["nodes"]), int(planned["gpus_per_node"])
                     ),
