@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 from scipy.stats import dunnett, tukey_hsd
 
 import report
@@ -366,6 +366,16 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
     assert apart.cells[1].comparison.sure == "faster"  # though the repeats overlap
 
 
+def test_claims_are_false_in_five_percent_of_reports_at_most():
+    """By simulation, with the table of the benchmarks' page. More repeats show more."""
+    printed = run([sys.executable, "benchmarks/claims.py"]).out
+    assert printed.strip() in (ROOT / "benchmarks" / "README.md").read_text()
+    rows = [re.findall(r"[\d.]+", line) for line in printed.splitlines()[2:]]
+    repeats, false, power, _ = zip(*[map(float, row) for row in rows], strict=True)
+    assert repeats == (2, 3, 5, 10) and max(false) <= 5
+    assert list(power) == sorted(power) and power[-2] > 50 and power[-1] > 90
+
+
 def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     """DDP is the fastest beyond them; ZeRO-2 and FSDP overlap; ZeRO-3 is slower than a device."""
     times = {"baseline": 100, "ddp": 55, "fsdp": 71, "zero2": 72, "zero3": 111}
@@ -492,9 +502,9 @@ def test_a_report_of_what_is_hardly_known(tmp_path, changes):
     """No rate, steps, length or peak, a GPU, numbers beyond all measure: nothing breaks."""
     runs = named("base baseline, one ddp, two ddp 2 60, dp dp 2 60, alone dp 1 99")
     runs |= named("again baseline 1 120", activation_checkpointing=True)
-    for run in runs.values():
-        run["workload"] |= changes.get("work", {})
-        run |= {name: value for name, value in changes.items() if name != "work"}
+    for one in runs.values():
+        one["workload"] |= changes.get("work", {})
+        one |= {name: value for name, value in changes.items() if name != "work"}
     _, text = report_of(tmp_path, draw=True, **runs)
     assert "skipped" not in text and "None" not in text
 
@@ -722,8 +732,9 @@ def test_pictures_of_many_cells_stay_legible(tmp_path):
     for (name, devices), batch, more in itertools.product(kinds, (8, 16, 32), (0, 1)):
         if name != "baseline" or devices == 1:
             options = wide if batch == 8 and name == "fsdp" else {}
-            run = record(name, devices, 900 / devices + more, batch=batch, strategy_options=options)
-            records[f"{name}-{devices}-{batch}-{more}"] = run
+            records[f"{name}-{devices}-{batch}-{more}"] = record(
+                name, devices, 900 / devices + more, batch=batch, strategy_options=options
+            )
     with mock.patch.object(comparing, "find_tests", lambda workload: []):  # 7,000 pairs
         axes, rows, _ = pictures_of(tmp_path, **records)
     assert set(axes) == {"time", "speedup", "speedup-strong"} and len(rows) > 100
