@@ -275,14 +275,14 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     for base in repeated:
         cells = [cell for cell in repeated if cell is not base and base in cell.baselines]
         if cells:
-            tests.append(functools.partial(test_by_dunnett, base, cells))
+            tests.append(functools.partial(dunnett_intervals, base, cells))
     several = [cell for cell in repeated if cell.devices > 1 and cell.comparison]
     if len(several) > 1:
-        tests.append(functools.partial(test_by_tukey, several))
+        tests.append(functools.partial(tukey_intervals, several))
     return tests
 
 
-def test_by_dunnett(base: Cell, cells: list[Cell], level: float) -> Intervals:
+def dunnett_intervals(base: Cell, cells: list[Cell], level: float) -> Intervals:
     """Cells against a baseline. The test draws random numbers; fixed ones make the same report of
     the same runs.
     """
@@ -292,7 +292,7 @@ def test_by_dunnett(base: Cell, cells: list[Cell], level: float) -> Intervals:
     return {(cell, base): (float(low[i]), float(high[i])) for i, cell in enumerate(cells)}
 
 
-def test_by_tukey(cells: list[Cell], level: float) -> Intervals:
+def tukey_intervals(cells: list[Cell], level: float) -> Intervals:
     """All pairs of these cells."""
     with quiet():
         low, high = tukey_hsd(*(cell.logs for cell in cells)).confidence_interval(level)
