@@ -95,7 +95,6 @@ sweep: setup  ## time every strategy on this machine with both scripts, without 
 	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
 	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) || failed=1; } && \
-	mkdir -p $(SWEEP)/bert && { cp -r $(SWEEP)/mnist/check-* $(SWEEP)/bert 2>/dev/null; true; } && \
 	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
 		--max_train_samples 112 --num_epochs 8 || failed=1; } && \
 	python report.py $(SWEEP) && exit $$failed

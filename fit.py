@@ -15,24 +15,22 @@ what attention keeps for itself, and what DP needs to add up gradients. The step
 accumulation, which keeps whole gradients besides. docs/lab/12-ladder.md has counted totals.
 """
 
-import argparse
 import json
 import math
 import re
 import signal
-import sys
 from pathlib import Path
 
-from planning.facts import name_yaml
+from planning.facts import STRATEGIES, UNREADABLE, name_yaml
 from planning.memory import (
-    PLACES,
     SIZES,
     count_parameters,
-    hold,
     largest_batch,
+    measured_and_by_formula,
     memory_of,
     next_rungs,
 )
+from planning.printing import OneLineParser, markdown_table, stop
 
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
@@ -86,9 +84,7 @@ def read_memory(text):
 
 
 def explain_run(run):
-    """What `hold` and `next_rungs` say of a record, as lines. Raises LookupError, TypeError,
-    ValueError or AttributeError if it is none.
-    """
+    """What the formulas say of a record, as lines. Raises an error of UNREADABLE if it is none."""
     work = run["workload"]
     rank = max(run["ranks"], key=lambda rank: (rank["peak_memory_mb"], rank["memory_before_mb"]))
     run = run | {
@@ -97,91 +93,59 @@ def explain_run(run):
         "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
         "on_cpu": run["device_name"].startswith("CPU"),
     }
-    held, host, kept, spared = hold(run)
+    parts, host, activations, saved = measured_and_by_formula(run)
     yield (
         "{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "
         "{per_device_batch_size} x {}, mixed_precision {}".format(
             work["sequence_length"], work["precision"], **run
         )
     )
-    if peak := rank["peak_memory_mb"]:
+    peak = rank["peak_memory_mb"]
+    if peak:
         yield f"MB that rank {rank['rank']} held at its peak:\n"
     else:
         yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
-    for name, size in (held | {"total": sum(held.values())}).items():
+    for name, size in (parts | {"total": sum(parts.values())}).items():
         yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
     measured = "The total, and libraries and data," if peak else "Libraries and data"
     yield f"\n{measured} are measured; the rest is by formula."
-    if math.isnan(kept):
-        yield "Activations are not in it: no formula here knows those of this model."
+    if not work.get("layers"):
+        yield "What a smaller batch saves is not known: the formulas know BERT's activations only."
     if host:
         yield f"Besides, the host holds {host / 1e6:,.0f} MB for each device."
     yield "\nTry next, in this order (docs/lab/12-ladder.md); in MB, what each saves at most:\n"
-    rungs = next_rungs(run, kept, spared)
-    yield from (
-        f"{'not known' if math.isnan(saved) else f'{saved / 1e6:,.0f}':>9}  {text}"
-        for text, saved in rungs
-    )
+    rungs = next_rungs(run, activations, saved)
+    yield from (f"{size / 1e6:>9,.0f}  {text}" for text, size in rungs)
     if not rungs:
-        yield "a smaller model, or a device with more memory"
+        smaller = "model" if work.get("layers") else "batch or model"
+        yield f"a smaller {smaller}, or a device with more memory"
     if not peak:
         yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."
 
 
 def parse_args():
     """The command line. Anything wrong with it ends the program with one line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description="Does BERT fit? The memory of each YAML in accelerate_configs/, by formula."
     )
-    parser.error = lambda message: sys.exit(f"error: {message} (--help lists the options)")
     add = parser.add_argument
-    add(
-        "memory",
-        help="of one device, such as 40GB (10^9 bytes) or 80GiB (2^30); or the run.json of a run",
-    )
-    add(
-        "--model",
-        "--model_name_or_path",
-        default="bert-base",
-        help="bert-base, bert-large, or a "
-        "folder with the config.json of a BERT (default: %(default)s)",
-    )
-    add(
-        "--config_overrides",
-        metavar="KEY=VALUE,...",
-        help="change the model's config: hidden_size=768,num_hidden_layers=6",
-    )
-    add(
-        "--per_device_train_batch_size",
-        type=int,
-        default=4,
-        help="windows in a micro-batch of each device (default: %(default)s)",
-    )
+    add("memory", help="of one device, as 40GB (10^9 bytes) or 80GiB (2^30); or a run's run.json")
+    model = "bert-base, bert-large, or a folder with the config.json of a BERT"
+    add("--model", "--model_name_or_path", default="bert-base", help=model)
+    changes = "change the model's config: hidden_size=768,num_hidden_layers=6"
+    add("--config_overrides", metavar="KEY=VALUE,...", help=changes)
+    windows = "windows in a micro-batch of each device (default: %(default)s)"
+    add("--per_device_train_batch_size", type=int, default=4, help=windows)
     add("--max_seq_length", type=int, default=384, help="tokens in a window (default: %(default)s)")
     add("--num_processes", type=int, default=2, help="devices on all nodes (default: %(default)s)")
-    add(
-        "--num_machines",
-        type=int,
-        default=1,
-        help="nodes: HSDP divides a model within one (default: %(default)s)",
-    )
-    add(
-        "--mixed_precision",
-        choices=["no", "bf16"],
-        default="no",
-        help="as in `accelerate launch` (default: %(default)s)",
-    )
-    add(
-        "--activation_checkpointing",
-        action="store_true",
-        help="compute the layers again in the backward pass, and keep only their inputs",
-    )
-    add(
-        "--dropout",
-        type=float,
-        default=0.1,
-        help="more than 0: masks are kept (default: %(default)s)",
-    )
+    nodes = "nodes: HSDP divides a model within one (default: %(default)s)"
+    add("--num_machines", type=int, default=1, help=nodes)
+    launcher = "as in `accelerate launch` (default: %(default)s)"
+    add("--mixed_precision", choices=["no", "bf16"], default="no", help=launcher)
+    checkpointing = "compute the layers again in the backward pass, and keep only their inputs"
+    add("--activation_checkpointing", action="store_true", help=checkpointing)
+    masks = "more than 0: masks are kept (default: %(default)s)"
+    add("--dropout", type=float, default=0.1, help=masks)
     args = parser.parse_args()
     for name in ("per_device_train_batch_size", "max_seq_length", "num_processes", "num_machines"):
         if getattr(args, name) < 1:
@@ -201,7 +165,7 @@ def parse_args():
                 f"--max_seq_length is {args.max_seq_length}, the model's longest input {longest}"
             )
     except ValueError as problem:
-        sys.exit(f"error: {problem}")
+        stop(problem)
     return args
 
 
@@ -209,7 +173,7 @@ def make_rows(args):
     """The table's rows, as text: the names of the columns, then one row for each YAML."""
     parts = ["parameters", "gradients", "states", "buffers", "activations", "total", "host"]
     yield ["MB", "params", "grads", *parts[2:], "fits", "batch", "with AC"]
-    for strategy in PLACES:
+    for strategy in STRATEGIES:
         if strategy == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
             yield [strategy, *[""] * len(parts), "-", "-", "-"]
             continue
@@ -224,8 +188,8 @@ def make_rows(args):
             args.dropout > 0,
         )
         batches = [
-            largest_batch(args.memory, strategy, args.sizes, *rest, again, args.dropout > 0)
-            for again in (False, True)
+            largest_batch(args.memory, strategy, args.sizes, *rest, checkpointing, args.dropout > 0)
+            for checkpointing in (False, True)
         ]
         yield [
             strategy,
@@ -239,24 +203,18 @@ def main():
     args = parse_args()
     if isinstance(args.memory, str):  # a record's path
         try:
-            return print("\n".join(explain_run(json.loads(Path(args.memory).read_bytes()))))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
-            sys.exit(
-                f"error: {args.memory} is no record of a run ({type(problem).__name__}: {problem})"
-            )
-    rows = list(make_rows(args))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    recomputing = ", --activation_checkpointing" * args.activation_checkpointing
+            lines = list(explain_run(json.loads(Path(args.memory).read_bytes())))
+        except UNREADABLE as problem:
+            stop(f"{args.memory} is no record of a run ({type(problem).__name__}: {problem})")
+        return print("\n".join(lines))
+    checkpointing = ", --activation_checkpointing" if args.activation_checkpointing else ""
     print(
         f"{args.model}, {count_parameters(args.sizes)[0]:,} parameters, {args.num_processes} x "
         f"{args.memory / 1e6:,.0f} MB, micro-batch {args.per_device_train_batch_size} x "
         f"{args.max_seq_length} tokens,\nmixed_precision {args.mixed_precision}, dropout "
-        f"{args.dropout:g}{recomputing}\n"
+        f"{args.dropout:g}{checkpointing}\n"
     )
-    for row in rows:
-        first, *others = zip(row, widths, strict=True)
-        print(f"| {first[0]:{first[1]}} | {' | '.join(f'{t:>{w}}' for t, w in others)} |")
+    print(markdown_table(list(make_rows(args)), "right"))
     print(
         "\nMB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each part "
         "is at its\nlargest. total: the peak of a step. The backward pass frees activations "

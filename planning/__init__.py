@@ -1,1 +1,1 @@
-"""What fit.py, dry_run.py and a prediction know, by formula: memory, traffic, links, prediction."""
+"""What fit.py and dry_run.py know: what a device holds (by formula), what it sends (counted)."""

@@ -1,10 +1,14 @@
-"""Collectives that are counted and not sent: this process is one rank of many."""
+"""What one rank of many sends and holds, as counted: its collectives and its tensors."""
 
 import collections
+import itertools
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.futures import Future
 
 
@@ -64,7 +68,7 @@ class Done(dist._Work):
         return self._future
 
 
-def size_of(tensors):
+def bytes_of(tensors):
     """The bytes of these tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -99,7 +103,7 @@ class CountingGroup(dist.ProcessGroup):
         pass
 
     def _count(self, kind, tensors, result):
-        self.tally.add(kind, self.ranks, size_of(tensors))
+        self.tally.add(kind, self.ranks, bytes_of(tensors))
         return Done(result)
 
     def allreduce(self, tensors, opts=None):
@@ -154,37 +158,67 @@ def _refuse(name):
     return refused
 
 
-for _name in (
-    "all_to_all_single",
-    "allgather_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce_scatter",
-    "scatter",
-    "send",
-):
+NOT_COUNTED = """all_to_all_single allgather_coalesced alltoall alltoall_base gather
+gather_into_tensor gather_single monitored_barrier recv recv_anysource reduce_scatter scatter
+send"""
+for _name in NOT_COUNTED.split():
     setattr(CountingGroup, _name, _refuse(_name))
 
 
-def connect_counting_groups(ranks, tally):
-    """From now on `torch.distributed.init_process_group` makes this process rank 0 of so many, and
-    all process groups are CountingGroups.
+# -------- what the rank holds
+
+
+def count_held(model, optimizer):
+    """The bytes that this rank holds of parameters, gradients, optimizer states, and of DeepSpeed's
+    copy of the parameters in fp32, by storage: a view counts once.
     """
+    groups = {name: {} for name in ("parameters", "gradients", "states", "master_copy")}
 
-    def make(options, _):
-        members = options.global_ranks_in_group or range(ranks)
-        return CountingGroup(options.group_rank, list(members), tally)
+    def count(group, tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        # Not the counters of steps, and nothing that is offloaded.
+        if tensor is not None and tensor.numel() > 1 and tensor.device.type != "meta":
+            groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 
-    dist.Backend.register_backend("counting", make, extended_api=True, devices=["cpu"])
-    connect = distributed_c10d.init_process_group
+    inner = optimizer.optimizer
+    for parameter in model.parameters():
+        count("parameters", parameter)
+        count("parameters", getattr(parameter, "ds_tensor", None))
+        count("gradients", parameter.grad)
+    if hasattr(inner, "averaged_gradients"):  # DeepSpeed's own optimizer, around the script's
+        count_zeros_parts(inner, count)
+        inner = inner.optimizer
+    for value in itertools.chain(*(state.values() for state in inner.state.values())):
+        count("states", value)
+    held = {name: sum(group.values()) for name, group in groups.items()}
+    # DDP's buckets are seen in the gradients that are views of them, or else lie beside these.
+    lone = len(groups["gradients"]) == sum(1 for _ in model.parameters())
+    if lone and hasattr(model, "reducer"):
+        held["gradients"] *= 2
+    return held
 
-    def init_process_group(*args, **options):
-        connect("counting", store=dist.HashStore(), rank=0, world_size=ranks)
 
-    dist.init_process_group = distributed_c10d.init_process_group = init_process_group
+def count_zeros_parts(optimizer, count):
+    """Call `count(group, tensor)` for what DeepSpeed's optimizer holds, of ZeRO-1 to ZeRO-3."""
+    for gradient in itertools.chain(*filter(None, optimizer.averaged_gradients.values())):
+        count("gradients", gradient)
+    # Of ZeRO-1 and ZeRO-2, and of ZeRO-3.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        for part in getattr(optimizer, name, []):
+            count("master_copy", part)
+            count("gradients", part.grad)
+
+
+def resident_memory():
+    """Bytes of memory that this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory():
+    """The most bytes that this process held since the last call; where the kernel forbids to
+    forget, since its start.
+    """
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()) or [0]
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see man 5 proc
+    return int(peak) * 1024 or resident_memory()

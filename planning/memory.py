@@ -1,11 +1,8 @@
 """What a device holds while a model trains, by formula; what a run held, and what to try next."""
 
-import json
-import math
+import bisect
 
-import pandas as pd
-
-from planning.facts import ARCHITECTURE, shards_of
+from planning.facts import STRATEGIES, shards_of
 
 SIZES = [
     "num_hidden_layers",
@@ -15,26 +12,6 @@ SIZES = [
     "max_position_embeddings",
     "type_vocab_size",
 ]
-
-# Where each YAML keeps parameters, gradients and optimizer states. "whole": on each device.
-# "shard": 1/n of it on each device; in HSDP n counts the devices that share a replica. "host": each
-# process has its 1/n in the memory of the CPU. Sections 5.1 to 5.3 of ZeRO,
-# https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
-# https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the gradients as well.
-PLACES = {
-    "baseline": ("whole", "whole", "whole"),
-    "dp": ("whole", "whole", "whole"),  # on GPU 0
-    "ddp": ("whole", "whole", "whole"),
-    "zero1": ("whole", "shard", "shard"),
-    "zero2": ("whole", "shard", "shard"),
-    "zero2_offload": ("whole", "host", "host"),
-    "fsdp_keep": ("shard", "shard", "shard"),  # what it gathers and keeps is in `bytes_of_buffers`
-    "fsdp": ("shard", "shard", "shard"),
-    "hsdp": ("shard", "shard", "shard"),
-    "fsdp_offload": ("host", "host", "host"),
-    "zero3": ("shard", "shard", "shard"),
-    "zero3_offload": ("host", "host", "host"),
-}
 
 EARLY = ("ddp", "zero3", "zero3_offload")  # gradients are there before the backward pass makes them
 BUCKET = 10_000_000  # elements: reduce_bucket_size in accelerate_configs/zero*.json
@@ -62,18 +39,16 @@ def bytes_of_parts(strategy, parameters, devices, precision="no"):
     size = 2 if precision == "bf16" and zero else 4
     bytes_each = size, 4 if strategy.endswith("_offload") else size, 12 if zero else 8
     parts = dict.fromkeys(("parameters", "gradients", "states", "host"), 0)
-    for name, place, each in zip(parts, PLACES[strategy], bytes_each, strict=False):
+    for name, each in zip(parts, bytes_each, strict=False):
+        place = getattr(STRATEGIES[strategy], name)
         share = each * parameters / (1 if place == "whole" else devices)
         parts["host" if place == "host" else name] += share
     return parts
 
 
 def bytes_held(strategy, parameters, devices, precision="no"):
-    """The sum of `bytes_of_parts`, those on the host included; activations come on top. None for a
-    strategy that no formula is known of.
-    """
-    known = strategy in PLACES
-    return sum(bytes_of_parts(strategy, parameters, devices, precision).values()) if known else None
+    """The sum of `bytes_of_parts`, those on the host included; activations come on top."""
+    return sum(bytes_of_parts(strategy, parameters, devices, precision).values())
 
 
 def bytes_of_activations(
@@ -184,18 +159,21 @@ def memory_of(
     gradients, host = parts["gradients"], parts.pop("host")
     dtype, tokens = compute_dtype(strategy, precision), batch * length
     layers, hidden, inner = (model[name] for name in SIZES[:3])
-    again, size = activation_checkpointing, 4 if dtype == "no" else 2
+    size = 4 if dtype == "no" else 2
     outside = bytes_outside_layers(tokens, hidden, dtype, dropout)
     layer = bytes_of_activations(tokens, 1, hidden, inner, dtype, False, dropout)
-    kept = bytes_of_activations(tokens, layers, hidden, inner, dtype, again, dropout) + outside
+    in_layers = bytes_of_activations(
+        tokens, layers, hidden, inner, dtype, activation_checkpointing, dropout
+    )
+    kept = in_layers + outside
     way = tokens * size * (hidden + inner)
     buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
     early = gradients if strategy in EARLY else 0
     made = max(early, gradients * (1 - embeddings / parameters))  # the embeddings' come last
     # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
-    anew = in_layer if again and dtype == "autocast" else buffers
+    anew = in_layer if activation_checkpointing and dtype == "autocast" else buffers
     moments = {
-        "end of the forward pass": early + kept - (layer if again else 0) + buffers,
+        "end of the forward pass": early + kept - layer * activation_checkpointing + buffers,
         "start of the backward pass": early + kept + way + anew,
         "backward, at the first layer": made + layer + outside + way + in_layer,
         "backward, at the embeddings": gradients + after,
@@ -215,89 +193,62 @@ def largest_batch(memory, strategy, model, *rest):
     """The largest micro-batch whose total fits into `memory` bytes; 0 if none does. `rest` is what
     `memory_of` takes after the batch.
     """
-    fits, fails = 0, 1
-    while memory_of(strategy, model, fails, *rest)["total"] <= memory:
-        fits, fails = fails, 2 * fails
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if memory_of(strategy, model, middle, *rest)["total"] <= memory:
-            fits = middle
-        else:
-            fails = middle
-    return fits
+
+    def total(batch):
+        return memory_of(strategy, model, batch, *rest)["total"]
+
+    return bisect.bisect_right(range(1, 2**30), memory, key=total)
 
 
-HELD = ["parameters", "gradients", "states", "host"]
-
-
-def hold_by_formula(known):
-    """Bytes of parameters, gradients, states and activations of a rank of each cell by formula, as
-    a DataFrame; NaN where there is no formula.
-    """
-    rows = {}
-    for i, cell in known.iterrows():
-        strategy, precision = cell["strategy"], cell["precision"]
-        row = rows[i] = {}
-        if precision in ("no", "bf16") and strategy in PLACES:
-            options = cell.get("strategy_options")
-            options = json.loads(options) if isinstance(options, str) else {}
-            shards = shards_of(options, int(cell["devices"]))
-            row |= bytes_of_parts(strategy, cell["parameters"], shards, precision)
-            tokens = float(cell["per_device_batch_size"] * cell["sequence_length"])
-            row["activations"] = bytes_of_activations(
-                tokens,
-                *cell[ARCHITECTURE[:3]].astype(float),
-                compute_dtype(strategy, precision),
-                cell["activation_checkpointing"],
-            )
-        # With accumulation these keep whole gradients from the first micro-batch to the last.
-        keeps = strategy == "zero1" or strategy.startswith(("fsdp", "hsdp"))
-        if keeps and cell["gradient_accumulation_steps"] > 1:
-            row |= dict.fromkeys(HELD, math.nan)
-    found = pd.DataFrame.from_dict(rows, "index", float, columns=[*HELD, "activations"])
-    return found.reindex(known.index)
-
-
-def hold(run):
+def measured_and_by_formula(run):
     """What the fullest rank of a record held at its peak, or, if that is not known, what a step
-    needs at most: {part: bytes}, and the bytes on the host of a GPU. Then the bytes of activations
-    and those that recomputing spares, NaN where no formula knows the model and nothing is measured.
+    needs at most, {part: bytes}. Then the bytes on the host of a GPU, those of activations, and how
+    many of these activation checkpointing would save: 0 where no formula knows the model.
     """
     work, rank = run["workload"], run["rank"]
     strategy, precision, parameters = run["yaml"], run["dtype"], run["parameters"]
-    held = {"libraries and data": rank["memory_before_mb"] * 1e6}
+    parts = {"libraries and data": rank["memory_before_mb"] * 1e6}
     shards = shards_of(run["strategy_options"], run["devices"])
-    held |= bytes_of_parts(strategy, parameters, shards, precision)
+    parts |= bytes_of_parts(strategy, parameters, shards, precision)
     if run["gradient_accumulation_steps"] > 1:
-        held["gradients"] += bytes_to_accumulate(run)
-    host = held.pop("host")
+        parts["gradients"] += bytes_to_accumulate(run)
+    host = parts.pop("host")
     if run["on_cpu"] and host:  # it has one memory
-        held["offloaded"], host = host, 0
-    kept = spared = math.nan
-    if layers := work.get("layers"):
-        sizes = layers, work["hidden_size"], work["intermediate_size"], 0, 0, 0
-        model = dict(zip(SIZES, sizes, strict=True))
-        model["vocab_size"] = (parameters - count_parameters(model)[0]) // work["hidden_size"]
-        step, other = (
+        parts["offloaded"], host = host, 0
+    activations = saved = 0
+    if work.get("layers"):
+        steps = [
             memory_of(
                 strategy,
-                model,
+                sizes_of_record(run),
                 run["per_device_batch_size"],
                 work["sequence_length"],
                 shards,
                 precision,
-                again,
-                work.get("dropout", 0.1) > 0,
+                checkpointing,
+                work["dropout"] > 0,
             )
-            for again in (run["activation_checkpointing"], True)
-        )
-        kept, spared = step["activations"], step["activations"] - other["activations"]
+            for checkpointing in (run["activation_checkpointing"], True)
+        ]
+        activations = steps[0]["activations"]
+        saved = activations - steps[1]["activations"]
         if not rank["peak_memory_mb"]:
-            held |= {"buffers": step["buffers"], "activations": kept}
-    if peak := rank["peak_memory_mb"]:
-        kept = held["activations and all else"] = max(0, peak * 1e6 - sum(held.values()))
-        spared = min(kept, spared)
-    return held, host, kept, spared
+            parts |= {"buffers": steps[0]["buffers"], "activations": activations}
+    peak = rank["peak_memory_mb"]
+    if peak:
+        rest = max(0, peak * 1e6 - sum(parts.values()))
+        parts["activations and all else"] = activations = rest
+        saved = min(rest, saved)
+    return parts, host, activations, saved
+
+
+def sizes_of_record(run):
+    """The SIZES of a record's BERT. Its positions and token types count as words."""
+    work = run["workload"]
+    values = work["layers"], work["hidden_size"], work["intermediate_size"], 0, 0, 0
+    sizes = dict(zip(SIZES, values, strict=True))
+    words = run["parameters"] - count_parameters(sizes)[0]
+    return sizes | {"vocab_size": words // work["hidden_size"]}
 
 
 def bytes_to_accumulate(run):
@@ -308,9 +259,10 @@ def bytes_to_accumulate(run):
     return 4 * run["parameters"] * copies
 
 
-def next_rungs(run, kept, spared):
+def next_rungs(run, activations, saved):
     """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md.
-    `kept` and `spared` are as in `hold`; a saving that depends on one that is not known is NaN.
+    `activations` and `saved` are as in `measured_and_by_formula`. A model without layers gets no
+    advice on them, as the formulas are those of BERT.
     """
 
     def needed(strategy, devices):
@@ -329,22 +281,21 @@ def next_rungs(run, kept, spared):
     batch, micro_batches = run["per_device_batch_size"], run["gradient_accumulation_steps"]
     now = needed(run["yaml"], shards_of(run["strategy_options"], run["devices"]))
     ranks, rungs = max(2, run["devices"]), []
-    if batch > 1:  # the global batch stays the same
+    transformer = bool(run["workload"].get("layers"))
+    if transformer and batch > 1:  # the global batch stays the same
         parts = batch if batch % 2 else 2
         whole = bytes_to_accumulate(run) if micro_batches == 1 else 0
-        rungs.append(
-            (
-                f"--per_device_train_batch_size {batch // parts} "
-                f"--gradient_accumulation_steps {micro_batches * parts}",
-                kept * (1 - 1 / parts) - whole,
-            )
+        flags = (
+            f"--per_device_train_batch_size {batch // parts} "
+            f"--gradient_accumulation_steps {micro_batches * parts}"
         )
+        rungs.append((flags, activations * (1 - 1 / parts) - whole))
     rungs.append(rung_of("fsdp_keep"))
-    if run.get("activation_checkpointing") is False:
-        rungs.append(("--activation_checkpointing", spared))
+    if transformer and not run["activation_checkpointing"]:
+        rungs.append(("--activation_checkpointing", saved))
     rungs.append(rung_of("fsdp"))
     if not run["on_cpu"]:
         rungs.append(rung_of("fsdp_offload"))
     if run["yaml"].startswith(("fsdp", "zero3")):
         rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
-    return [rung for rung in rungs if not rung[1] < 1e6]
+    return [rung for rung in rungs if rung[1] >= 1e6]

@@ -1,3 +1,3 @@
-"""What report.py knows, a file for each thing: runs (their types), records, times (by hand),
-comparing, splitting (a step), sentences, formulas, tables, pictures, page.
+"""What report.py knows, a file for each thing: records, times (by hand), comparing, answer,
+pictures, page.
 """

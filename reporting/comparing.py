@@ -1,97 +1,69 @@
-"""Medians of repeats, what they are against the baseline (speedup and efficiency), and which
-differences the repeats carry.
+"""Cells, which are medians of repeats; what they are against the baseline; and which differences
+their repeats carry, by scipy's tests.
 """
 
+import contextlib
 import functools
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from scipy.stats import studentized_range
+import numpy
+from scipy.stats import dunnett, tukey_hsd
 
-from planning.facts import flops_utilization
-from reporting.runs import PROFILED, Figures, Rank, Run, Setting, Work
+from planning.facts import STRATEGIES, flops_utilization
+from reporting.records import PROFILED, Figures, Run, Setting
 
+FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
+FEW_STEPS = 30  # fewer are no measurement
+START = 0.1  # of the training: a longer start is no measurement of steps
+OUTLIER = 0.25  # longer than the median: such a repeat should be taken again
 
-def speedup(baseline_seconds: float, seconds: float) -> float:
-    """S(p) = T(baseline) / T(p). T is the time of the same work."""
-    return baseline_seconds / seconds
-
-
-def efficiency(speedup: float, devices: int) -> float:
-    """S(p) / p: the share of the devices' time that communication and waiting have left."""
-    return speedup / devices
-
-
-WARMUP_STEPS = 10  # of the training scripts: samples_per_second leaves them out
-STEADY_STEPS = 30  # so many are enough for a rate
-SPREAD = 0.1  # between repeats, of their median: more is marked
-START = 0.1  # of the training: a longer start is marked
-BUSY = 0.8  # of a core: a rank that got less is marked
-FALSE_CLAIMS = 0.05  # of the workloads with cells that are equally fast, at most
-
-# How the report names a YAML, in the order of its tables.
-STRATEGIES = {
-    "baseline": "baseline",
-    "dp": "DP",
-    "ddp": "DDP",
-    "fsdp": "FSDP",
-    "fsdp_keep": "FSDP keep",
-    "fsdp_offload": "FSDP offload",
-    "hsdp": "HSDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero2_offload": "ZeRO-2 offload",
-    "zero3": "ZeRO-3",
-    "zero3_offload": "ZeRO-3 offload",
-}
-# A record of HSDP has these numbers of devices; they follow from the shape, and make no variant.
-SIZES_OF_HSDP = ("dp_replicate_size", "dp_shard_size")
+# What was not imported is null in a record, and differs from nothing.
+VERSIONS = ("torch", "accelerate", "deepspeed", "transformers")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell against a baseline. The speedup is that of the seconds of training, between `low` and
-    `high` as repeats differ; `steady` is that of the steady steps, where both have enough.
+    """A cell against a baseline: the speedup of the medians, and the interval in which Dunnett's
+    test has it, if both have repeats. `sure` is "faster" or "slower", or "" if the repeats do not
+    say.
     """
 
     baseline: "Cell"
     speedup: float
-    low: float
-    high: float
     efficiency: float
-    steady: float | None
-    verdict: str  # "faster" or "slower" than the baseline, or "" if the repeats do not say
-
-
-@dataclass
-class Prediction:
-    """Seconds of a step by formula, the ends of its interval, and the miss as a fraction."""
-
-    seconds: float
-    low: float
-    high: float
-    miss: float
+    low: float | None = None
+    high: float | None = None
+    sure: str = ""
 
 
 @dataclass(eq=False)
 class Cell:
     """The repeats of a setting: the medians of their figures, and what the report finds."""
 
-    work: Work
+    workload: dict[str, Any]
     setting: Setting
-    figures: Figures
-    median: Run  # or one beside it
     runs: list[Run]
-    variant: str = ""  # options in which it differs from others of its strategy
-    number: int = 0  # of the variant, if there are several
-    apart: str = ""  # from others of its name and shape: batch, cores or shards
+    figures: Figures = field(init=False)
+    median: Run = field(init=False)  # or the run nearest to it
+    apart: str = ""  # from others of its name and shape: batch, cores or options
     weak: Comparison | None = None  # with a baseline of the same batch per device
     strong: Comparison | None = None  # with a baseline of the same global batch
     by_hand: Comparison | None = None  # of times that were measured by hand
-    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        medians = {}
+        for figure in fields(Figures):
+            known = [getattr(run.figures, figure.name) for run in self.runs]
+            values = [value for value in known if value is not None]
+            medians[figure.name] = statistics.median(values) if values else None
+        self.figures = Figures(**medians)
+        self.median = min(self.runs, key=lambda run: abs(run.seconds - self.seconds))
 
     @property
     def seconds(self) -> float:
@@ -99,12 +71,13 @@ class Cell:
         return self.figures.seconds
 
     @property
-    def devices(self) -> int:
-        return self.setting.devices
+    def logs(self) -> list[float]:
+        """The logarithms of the repeats' times."""
+        return [math.log(run.seconds) for run in self.runs]
 
     @property
-    def ranks(self) -> list[Rank]:
-        return self.median.ranks
+    def devices(self) -> int:
+        return self.setting.devices
 
     @property
     def is_baseline(self) -> bool:
@@ -118,6 +91,11 @@ class Cell:
         return self.weak or self.strong or self.by_hand
 
     @property
+    def baselines(self) -> set["Cell"]:
+        comparisons = (self.weak, self.strong, self.by_hand)
+        return {comparison.baseline for comparison in comparisons if comparison}
+
+    @property
     def fixed(self) -> str | None:
         """What `comparison` holds fixed."""
         if self.comparison and self.comparison.baseline is self:
@@ -127,45 +105,26 @@ class Cell:
         return "global batch" if self.strong else "not known" if self.by_hand else None
 
     @property
-    def shown(self) -> str:
-        """The name of the YAML, and what makes this a variant of it."""
-        number = f" #{self.number}" if self.number else ""
-        again = ", recomputing" if self.setting.activation_checkpointing else ""
-        return f"{self.setting.strategy}{number}{self.variant}{again}"
-
-    @property
-    def short(self) -> str:
-        """A name for people, with a number for a variant."""
-        name = STRATEGIES.get(self.setting.strategy, self.setting.strategy)
-        number = f" #{self.number}" if self.number else ""
-        again = ", recomputing" if self.setting.activation_checkpointing else ""
-        return f"{name}{number}{again}"
+    def name(self) -> str:
+        more = ", activation checkpointing" if self.setting.activation_checkpointing else ""
+        return name_strategy(self.setting) + more
 
     @property
     def label(self) -> str:
-        """A name that no other cell of its work has."""
-        return f"{self.short} on {self.setting.shape}" + (f" ({self.apart})" if self.apart else "")
+        """A name that no other cell of its workload has."""
+        return f"{self.name} on {self.setting.shape}" + (f" ({self.apart})" if self.apart else "")
 
     @property
     def batch(self) -> str:
         """The batch per device in words."""
-        setting = self.setting
-        times = setting.gradient_accumulation_steps
+        times = self.setting.gradient_accumulation_steps
         accumulated = f" x {times}" if times and times > 1 else ""
-        return f"batch {setting.per_device_batch_size}{accumulated}"
+        return f"batch {self.setting.per_device_batch_size}{accumulated}"
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a steady step."""
         rate, batch = self.figures.samples_per_second, self.setting.global_batch_size
         return batch / rate if rate and batch else None
-
-    @property
-    def steady_steps(self) -> float | None:
-        steps = self.figures.trained_steps
-        if steps is None or self.step_seconds is None:
-            return None
-        return steps - min(steps // 2, WARMUP_STEPS)
 
     @property
     def fastest(self) -> float:
@@ -176,119 +135,91 @@ class Cell:
         return max(run.seconds for run in self.runs)
 
     @property
-    def spread(self) -> float:
-        """How much repeats differ, of their median."""
-        return (self.slowest - self.fastest) / self.seconds
-
-    @property
     def mfu(self) -> float | None:
-        return flops_utilization(self.row())
-
-    def row(self) -> dict[str, Any]:
-        """All that formulas need of a record, as columns."""
-        row = asdict(self.work) | asdict(self.setting) | {"devices": self.devices}
-        return row | asdict(self.figures) | asdict(self.median.model)
-
-
-@dataclass
-class Noise:
-    """How much the times of equal runs differ in one workload: the variance of the logarithms of
-    their seconds, the `critical` point of Tukey's test, and the most repeats of a cell.
-    """
-
-    variance: float
-    critical: float
-    repeats: int
-
-    def margin(self, *cells: Cell) -> float:
-        """By how much two cells have to differ, as a fraction: for equal ones, the largest of all
-        pairs' differences is larger in FALSE_CLAIMS of the workloads (Tukey's honest significant
-        difference, on logarithms). Without cells: what it is at least, with the most repeats. A
-        cell that varies more than the rest counts with its own variance.
-        """
-        counts = [len(cell.runs) for cell in cells] or [self.repeats]
-        own = [statistics.variance(logs(cell)) for cell in cells]
-        mean = statistics.fmean(1 / count for count in counts)
-        return math.exp(self.critical * math.sqrt(max([self.variance, *own]) * mean)) - 1
+        known = dict.fromkeys(("device_name", "precision", "layers")) | self.workload
+        rate = self.figures.tokens_per_second
+        return flops_utilization(known | {"tokens_per_second": rate, "devices": self.devices})
 
 
 @dataclass
 class Workload:
-    """The cells of one work, those that have no result, and how far the repeats carry."""
+    """The cells of one workload, the runs of it that are no timings, and what the tests found."""
 
-    work: Work
+    values: dict[str, Any]
     cells: list[Cell]
-    noise: Noise | None = None
-    lost: list[Run] = field(default_factory=list)  # of cells that have no result
+    lost: list[Run]
+    # Of two cells the interval of log(time of the first / time of the second).
+    intervals: dict[tuple[Cell, Cell], tuple[float, float]] = field(default_factory=dict)
 
     def differ(self, one: Cell, other: Cell) -> bool:
-        """Whether two cells differ by more than chance: all runs of one are faster than all runs of
-        the other, and their means differ by more than the margin.
-        """
-        if self.noise is None or min(len(one.runs), len(other.runs)) < 2:
+        """Whether the repeats of two cells carry a difference: the interval is without zero."""
+        low, high = self.intervals.get((one, other), (0.0, 0.0))
+        return low > 0 or high < 0
+
+    def margin(self, one: Cell, other: Cell) -> float | None:
+        """By how much two cells have to differ, as a fraction. None if they were not tested."""
+        if (one, other) not in self.intervals:
+            return None
+        low, high = self.intervals[one, other]
+        return math.expm1(min(700.0, (high - low) / 2))
+
+
+# -------- workloads and cells
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs had the same to do, and did it with the same libraries."""
+    for name in one.keys() | other.keys():
+        values = one.get(name), other.get(name)
+        known = name not in VERSIONS or None not in values
+        if known and values[0] != values[1]:
             return False
-        if one.fastest <= other.slowest and other.fastest <= one.slowest:
-            return False
-        ratio = abs(statistics.fmean(logs(one)) - statistics.fmean(logs(other)))
-        return math.exp(ratio) - 1 > self.noise.margin(one, other)
-
-
-def logs(cell: Cell) -> list[float]:
-    return [math.log(run.seconds) for run in cell.runs]
-
-
-def measure_noise(cells: list[Cell]) -> Noise | None:
-    """What the repeats of these cells say of chance; None if no cell has repeats."""
-    repeated = [cell for cell in cells if len(cell.runs) > 1]
-    if not repeated:
-        return None
-    freedom = sum(len(cell.runs) - 1 for cell in repeated)
-    squares = sum(statistics.variance(logs(cell)) * (len(cell.runs) - 1) for cell in repeated)
-    critical = critical_point(max(2, len(repeated)), freedom)
-    return Noise(squares / freedom, critical, max(len(cell.runs) for cell in repeated))
-
-
-@functools.cache
-def critical_point(cells: int, freedom: int) -> float:
-    """Of the range of the means of so many cells, in standard errors."""
-    return float(studentized_range.ppf(1 - FALSE_CLAIMS, cells, freedom))
-
-
-def make_cell(work: Work, setting: Setting, runs: list[Run]) -> Cell:
-    """The medians of repeats."""
-    medians = {}
-    for figure in fields(Figures):
-        known = [getattr(run.figures, figure.name) for run in runs]
-        values = [value for value in known if value is not None]
-        medians[figure.name] = statistics.median(values) if values else None
-    figures = Figures(**medians)
-    middle = min(runs, key=lambda run: abs(run.seconds - (figures.seconds or 0)))
-    return Cell(work, setting, figures, middle, runs)
+    return True
 
 
 def find_workloads(runs: list[Run]) -> list[Workload]:
-    """The workloads of these runs, each with its cells, compared and named."""
-    groups: dict[Work, dict[Setting, list[Run]]] = {}
-    for run in runs:
+    """The workloads of these runs, with compared and named cells. A run with a version that is not
+    known belongs to each workload from which it differs in nothing else.
+    """
+    groups: list[dict[str, Any]] = []
+    timings = [run for run in runs if not run.problem]
+    for run in sorted(timings, key=lambda run: sum(v is None for v in run.workload.values())):
+        if not any(agree(run.workload, values) for values in groups):
+            groups.append(run.workload)
+    groups.sort(key=lambda values: [agree(run.workload, values) for run in timings].index(True))
+    workloads = [make_workload(values, runs) for values in groups]
+    tests = [(workload, test) for workload in workloads for test in find_tests(workload)]
+    for workload, test in tests:
+        workload.intervals |= test(1 - FALSE_CLAIMS / len(tests))
+    for workload in workloads:
+        for cell in workload.cells:
+            for kind in ("weak", "strong", "by_hand"):
+                comparison = getattr(cell, kind)
+                if comparison:
+                    setattr(cell, kind, judge(cell, comparison.baseline, workload))
+    return workloads
+
+
+def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
+    settings: dict[Setting, list[Run]] = {}
+    own = [run for run in runs if agree(run.workload, values)]
+    for run in own:
         if not run.problem:
-            groups.setdefault(run.work, {}).setdefault(run.setting, []).append(run)
-    found = []
-    for work, settings in groups.items():
-        cells = [make_cell(work, setting, repeats) for setting, repeats in settings.items()]
-        cells.sort(key=order_of)
-        places = {(cell.setting.strategy, cell.setting.shape) for cell in cells}
-        lost = [
-            run
-            for run in runs
-            if run.problem not in ("", PROFILED)
-            and run.work == work
-            and (run.setting.strategy, run.setting.shape) not in places
-        ]
-        found.append(Workload(work, cells, measure_noise(cells), lost))
-        name_variants(cells)
-        for cell in cells:
-            compare(cell, found[-1])
-    return found
+            settings.setdefault(run.setting, []).append(run)
+    cells = [Cell(values, setting, repeats) for setting, repeats in settings.items()]
+    cells.sort(key=order_of)
+    tell_apart(cells)
+    lost = [run for run in own if run.problem not in ("", PROFILED)]
+    workload = Workload(values, cells, lost)
+    for cell in cells:
+        compare(cell, workload)
+    return workload
+
+
+def name_strategy(setting: Setting) -> str:
+    """The strategy as people write it: DDP, ZeRO-2."""
+    known = STRATEGIES.get(setting.strategy)
+    return known.label if known else setting.strategy
 
 
 def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
@@ -297,8 +228,8 @@ def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
     names = list(STRATEGIES)
     place = names.index(setting.strategy) if setting.strategy in names else len(names)
     batch = setting.global_batch_size or 0
-    again = setting.activation_checkpointing
-    return place, setting.strategy, again, setting.devices, setting.nodes, batch
+    checkpointing = setting.activation_checkpointing
+    return place, setting.strategy, checkpointing, setting.devices, setting.nodes, batch
 
 
 def compare(cell: Cell, workload: Workload) -> None:
@@ -309,136 +240,132 @@ def compare(cell: Cell, workload: Workload) -> None:
     bases = [
         base
         for base in workload.cells
-        if base.is_baseline and alike(base.figures.samples_trained, samples)
+        if base.is_baseline and as_many(base.figures.samples_trained, samples)
     ]
+
+    def fastest(batch: int | None) -> Comparison | None:
+        known = [base for base in bases if base.setting.batch_per_device == batch]
+        base = min(known, key=lambda base: base.seconds, default=None)
+        return judge(cell, base, workload) if base else None
+
     if batch is None:
-        hand = [base for base in bases if base.setting.batch_per_device is None]
-        cell.by_hand = compare_with(cell, hand, workload)
-        return
-    weak = [base for base in bases if base.setting.batch_per_device == batch]
-    strong = [base for base in bases if base.setting.batch_per_device == in_all(cell)]
-    cell.weak = compare_with(cell, weak, workload)
-    cell.strong = compare_with(cell, strong, workload)
+        cell.by_hand = fastest(None)
+    else:
+        cell.weak, cell.strong = fastest(batch), fastest(cell.setting.global_batch_size)
 
 
-def in_all(cell: Cell) -> int | None:
-    return cell.setting.global_batch_size
-
-
-def alike(one: float | None, other: float | None) -> bool:
+def as_many(one: float | None, other: float | None) -> bool:
     """Whether two numbers of samples are equal, to within 1 %; what is not known equals itself."""
     if one is None or other is None:
         return one is other
     return abs(one - other) <= 0.01 * other
 
 
-def compare_with(cell: Cell, baselines: list[Cell], workload: Workload) -> Comparison | None:
-    if not baselines:
-        return None
-    base = min(baselines, key=lambda baseline: baseline.seconds)
-    gain = speedup(base.seconds, cell.seconds)
-    verdict = ""
-    if workload.differ(cell, base):
-        verdict = "faster" if cell.seconds < base.seconds else "slower"
-    steady = None
-    rates = (cell.figures.samples_per_second, base.figures.samples_per_second)
-    enough = min(cell.steady_steps or 0, base.steady_steps or 0) >= STEADY_STEPS
-    if enough and rates[0] and rates[1]:
-        steady = rates[0] / rates[1]
-    return Comparison(
-        baseline=base,
-        speedup=gain,
-        low=speedup(base.seconds, cell.slowest),
-        high=speedup(base.seconds, cell.fastest),
-        efficiency=efficiency(gain, cell.devices),
-        steady=steady,
-        verdict=verdict,
-    )
+# -------- tests
+
+Intervals = dict[tuple[Cell, Cell], tuple[float, float]]
 
 
-def name_variants(cells: list[Cell]) -> None:
-    """Set in what each cell differs from others of its strategy, and whether its batch does."""
-    for strategy in {cell.setting.strategy for cell in cells}:
-        same = [cell for cell in cells if cell.setting.strategy == strategy]
-        for cell, text in zip(same, differing_options(same), strict=True):
-            cell.variant = text
-        texts = sorted({cell.variant for cell in same})
-        for cell in same:
-            cell.number = texts.index(cell.variant) + 1 if len(texts) > 1 else 0
+def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
+    """The tests of a workload, each a function of the confidence level: Dunnett's for each
+    baseline, and Tukey's among the cells on several devices.
+    """
+    repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
+    tests: list[Callable[[float], Intervals]] = []
+    for base in repeated:
+        cells = [cell for cell in repeated if cell is not base and base in cell.baselines]
+        if cells:
+            tests.append(functools.partial(dunnett_intervals, base, cells))
+    several = [cell for cell in repeated if cell.devices > 1 and cell.comparison]
+    if len(several) > 1:
+        tests.append(functools.partial(tukey_intervals, several))
+    return tests
+
+
+def dunnett_intervals(base: Cell, cells: list[Cell], level: float) -> Intervals:
+    """Cells against a baseline. The test draws random numbers; fixed ones make the same report of
+    the same runs.
+    """
+    with quiet():
+        found = dunnett(*(cell.logs for cell in cells), control=base.logs, rng=0)
+        low, high = found.confidence_interval(level)
+    return {(cell, base): (float(low[i]), float(high[i])) for i, cell in enumerate(cells)}
+
+
+def tukey_intervals(cells: list[Cell], level: float) -> Intervals:
+    """All pairs of these cells."""
+    with quiet():
+        low, high = tukey_hsd(*(cell.logs for cell in cells)).confidence_interval(level)
+    return {
+        (one, other): (float(low[i, j]), float(high[i, j]))
+        for i, one in enumerate(cells)
+        for j, other in enumerate(cells)
+    }
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings: times that are equal to the last digit make some."""
+    with warnings.catch_warnings(), numpy.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
+    """A cell against a baseline, with what the tests have found so far."""
+    speedup = base.seconds / cell.seconds
+    known = workload.intervals.get((cell, base))
+    if known is None:
+        return Comparison(base, speedup, speedup / cell.devices)
+    sure = "faster" if known[1] < 0 else "slower" if known[0] > 0 else ""
+    low, high = math.exp(-known[1]), math.exp(-known[0])
+    return Comparison(base, speedup, speedup / cell.devices, low, high, sure)
+
+
+# -------- names
+
+
+def tell_apart(cells: list[Cell]) -> None:
+    """Set in what each cell differs from others of its name and shape."""
     places: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
-        places.setdefault((cell.short, cell.setting.shape), []).append(cell)
+        places.setdefault((cell.name, cell.setting.shape), []).append(cell)
     for twins in places.values():
-        texts_of = [(twin.batch, cores_in_words(twin), shards_in_words(twin)) for twin in twins]
-        differing = [len(set(column)) > 1 for column in zip(*texts_of, strict=True)]
-        for twin, words in zip(twins, texts_of, strict=True):
-            known = [word for word, differs in zip(words, differing, strict=True) if differs]
-            twin.apart = ", ".join(word for word in known if word)
+        words_of = [words_on(twin) for twin in twins]
+        names = dict.fromkeys(name for words in words_of for name in words)
+        differ = [name for name in names if len({words.get(name) for words in words_of}) > 1]
+        for twin, words in zip(twins, words_of, strict=True):
+            twin.apart = ", ".join(words[name] for name in differ if name in words)
 
 
-def cores_in_words(cell: Cell) -> str:
-    return f"{cell.setting.cores:g} cores a rank" if cell.setting.cores else ""
-
-
-def shards_in_words(cell: Cell) -> str:
-    """How many replicas HSDP has, and how many shards each of them."""
+def words_on(cell: Cell) -> dict[str, str]:
+    """The batch, the cores and the options of a cell, each in words."""
+    words = {"batch": cell.batch}
+    if cell.setting.cores:
+        words["cores"] = f"{cell.setting.cores:g} cores a rank"
     options = json.loads(cell.setting.strategy_options or "{}")
-    sizes = [options.get(size) for size in SIZES_OF_HSDP]
-    return "{} replicas of {} shards".format(*sizes) if all(sizes) else ""
+    return words | {name: f"{name}: {json.dumps(value)}" for name, value in options.items()}
 
 
-def differing_options(cells: list[Cell]) -> list[str]:
-    """For each of several variants of a strategy, the options in which they differ, such as
-    " (offload: true)", or "".
-    """
-    variants = [json.loads(cell.setting.strategy_options or "{}") for cell in cells]
-    for variant in variants:
-        for size in SIZES_OF_HSDP:
-            variant.pop(size, None)
-    differ = sorted(
-        {
-            key
-            for variant in variants
-            for key in variant
-            if any(other.get(key) != variant[key] for other in variants)
-        }
-    )
-    texts = [
-        ", ".join(f"{key}: {json.dumps(variant.get(key))}" for key in differ)
-        for variant in variants
-    ]
-    return [f" ({text})" if text else "" for text in texts]
+# -------- what to measure again
 
 
-def doubts(cell: Cell) -> str:
-    """What is not enough about a cell's measurement, in a few words, or ""."""
+def faults(cell: Cell) -> str:
+    """What a reader should measure again of a cell, in a few words, or ""."""
     found = []
-    steady, step = cell.steady_steps, cell.step_seconds
-    if steady is not None and steady < STEADY_STEPS:
-        found.append(f"{steady:.0f} steady steps")
-    elif step and cell.figures.trained_steps:
-        start = 1 - step * cell.figures.trained_steps / cell.seconds
-        if start > START:
-            found.append(f"the start took {start:.0%}")
-    if cell.spread > SPREAD:
-        found.append(f"repeats differ by {cell.spread:.0%}")
-    busy = [run.figures.busy_share for run in cell.runs if run.figures.busy_share is not None]
-    if busy and min(busy) < BUSY:
-        found.append(f"a rank computed {min(busy):.0%} of the time")
-    devices = sorted({name for run in cell.runs for name in run.device_names})
-    if len(devices) > 1:
-        found.append(f"ranks on different devices: {', '.join(devices)}")
-    return ", ".join([*found, *doubts_of_cores(cell)])
-
-
-def doubts_of_cores(cell: Cell) -> list[str]:
-    """Whether the ranks have fewer cores than threads, or, beside GPUs, than the baseline."""
-    cores, threads = cell.setting.cores, cell.work.threads
-    if cores is None:
-        return []
-    if threads and cores < threads:
-        return [f"{cores:g} cores for {threads} threads"]
+    steps, step = cell.figures.steps, cell.step_seconds
+    start = 1 - step * steps / cell.seconds if step and steps else 0.0
+    late = cell.slowest / cell.seconds - 1
+    cores, threads = cell.setting.cores or math.inf, cell.workload.get("threads") or 0
     base = cell.comparison.baseline.setting.cores if cell.comparison else None
-    if not cell.work.on_cpu and base and cores < base:
-        return [f"{cores:g} cores a rank, the baseline {base:g}"]
-    return []
+    if steps is not None and steps < FEW_STEPS:
+        found.append(f"{steps:.0f} steps are too few")
+    elif start > START:
+        found.append(f"the start took {start:.0%} of the time")
+    if late > OUTLIER:
+        found.append(f"a repeat took {late:.0%} longer than the median")
+    if cores < threads:
+        found.append(f"{cores:g} cores for {threads} threads")
+    if not threads and cores < (base or 0):  # beside GPUs
+        found.append(f"{cores:g} cores a rank, the baseline {base:g}")
+    return ", ".join(found)

@@ -1,57 +1,92 @@
-"""The report as Markdown, the answer first, then the details; and as one HTML file."""
+"""The report as Markdown, the answer first, then the details; as one HTML file; and as CSV."""
 
 import base64
+import csv
 import html
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import markdown
 
-from reporting.comparing import STRATEGIES, Cell, Comparison, Workload, doubts
-from reporting.formulas import describe_formulas, describe_growth, describe_predictions
-from reporting.pictures import Held
-from reporting.runs import Work
-from reporting.sentences import say_margin, say_missing, say_prediction, sentences
-from reporting.splitting import PARTS, Split, Trace
-from reporting.tables import Rows, as_time_prints, in_ms, name_briefly, name_cell, show, table
+from planning.facts import STRATEGIES
+from planning.printing import markdown_table
+from reporting.answer import sentences
+from reporting.comparing import Cell, Comparison, Workload, faults, name_strategy, order_of
+from reporting.records import Run
 
 WIDE = 6  # strategies in a table of the first page; more of them make another table
 
 KINDS = """Speedup = time of the baseline, one device, / time; efficiency = speedup / devices. The
-time is `seconds`, all of training, the median over the repeats. `total` also has the start,
-evaluations and saving. *Weak scaling*: each device has as much to do in a step as the baseline, so
-the global batch grows, an epoch has fewer steps, and the losses differ. *Strong scaling*: the
-global batch and the steps are those of the baseline, and without dropout the losses and weights
-too. Of several baselines the fastest counts. Of times that were measured by hand, you answer for
-the work being the same.
+time is `seconds`, all of training, the median over the repeats. *Weak scaling*: each device has as
+much to do in a step as the baseline, so the global batch grows, an epoch has fewer steps, and the
+losses differ. *Strong scaling*: the global batch and the steps are those of the baseline. Of times
+that were measured by hand, you answer for the work being the same.
 
-*Steady steps* are all steps but the first 10. Their speedup leaves out the start of a run; it is
-given where both cells have at least 30 such steps. *Sure* is what the repeats carry. *Note* marks a
-cell that you should not rely on: fewer than 30 steady steps, a start of more than 10 %, repeats
-that differ by more than 10 %, a rank that computed less than 80 % of the time, ranks on different
-devices, or fewer cores than the baseline has. MFU is the share of the GPU's peak FLOP/s that the
-model's matrix products use."""
+**The rule.** Dunnett's test compares cells with their baseline, and Tukey's test compares the cells
+on several devices with each other, both on logarithms of the times of all repeats. Each test has
+5 % divided by the number of tests in this report. So if all cells were equally fast, at most 5 % of
+such reports would call any of them faster or slower. *From-to* is the interval of the speedup by
+this test, *margin* is by how much this pair has to differ, and *sure* says whether it does. The
+tests compare means of logarithms, so they may differ a little from what the medians suggest.
+
+*Note* names what to measure again. All columns are explained in docs/report.md."""
 
 
-def title(work: Work, works: list[Work]) -> str:
+# -------- Markdown
+
+
+def plain(text: Any) -> str:
+    """A text as Markdown and HTML show it, whatever characters it has."""
+    escaped = html.escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"[\\`*\[\]|!~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", escaped)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table; what is not known is blank, and so a column of which nothing is known is
+    left out.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    known = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    cells = [[plain("" if row.get(name) is None else row[name]) for name in known] for row in rows]
+    return str(markdown_table([[plain(name) for name in known], *cells]))
+
+
+def show(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def as_time_prints(seconds: float) -> str:
+    """118.544 as 1m58.544s."""
+    milliseconds = round(seconds * 1000)
+    return f"{milliseconds // 60000}m{milliseconds % 60000 / 1000:.3f}s"
+
+
+def title(workload: Workload, workloads: list[Workload]) -> str:
     """A workload in a few words: model, data, and in what others with the same two differ."""
-    alike = [one for one in works if (one.model, one.dataset) == (work.model, work.dataset)]
-    known = [name for name in (work.model, work.dataset) if name]
-    return ", ".join([" on ".join(known) or work.script, *in_words(work, differing(alike))])
+    values = workload.values
+    names = ("model", "dataset")
+    twins = [
+        one
+        for one in workloads
+        if [one.values.get(name) for name in names] == [values.get(name) for name in names]
+    ]
+    known = [str(values[name]) for name in names if values.get(name)]
+    head = " on ".join(known) or values["script"]
+    return plain(", ".join([head, *in_words(values, differing(twins))]))
 
 
-def differing(works: list[Work]) -> list[str]:
+def differing(workloads: list[Workload]) -> list[str]:
     """The names of what must be the same, in which these workloads differ."""
-    names = [one.name for one in fields(Work)]
-    return [name for name in names if len({getattr(work, name) for work in works}) > 1]
+    names = dict.fromkeys(name for workload in workloads for name in workload.values)
+    return [name for name in names if len({one.values.get(name) for one in workloads}) > 1]
 
 
-def in_words(work: Work, names: Iterable[str]) -> list[str]:
+def in_words(values: dict[str, Any], names: Iterable[str]) -> list[str]:
     """What a workload has of these names, as texts such as "threads 1"."""
-    known = [(name, getattr(work, name)) for name in names]
+    known = [(name, values.get(name)) for name in names]
     return [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in known
@@ -59,185 +94,185 @@ def in_words(work: Work, names: Iterable[str]) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------- the first page
-def first_page(workload: Workload, splits: list[Split], files: dict[str, str]) -> Iterator[str]:
+def write_page(
+    workloads: list[Workload],
+    pictures: list[dict[str, str]],
+    left_out: list[str],
+) -> str:
+    """The report. `pictures` are those of each workload, {name: file}."""
+    first, more = ["# Report"], ["# Details"]
+    if len(workloads) > 1:
+        names = ", ".join(map(plain, differing(workloads)))
+        first.append(
+            f"These are {len(workloads)} workloads, never compared with each other; they "
+            f"differ in {names}."
+        )
+    for workload, files in zip(workloads, pictures, strict=True):
+        heading = f"## {title(workload, workloads)}"
+        first += [heading, *first_page(workload, files)]
+        more += [heading, *details(workload)]
+    if left_out:
+        more += ["## Not in the tables", "\n".join(f"- {plain(line)}" for line in left_out)]
+    blocks = [*first, *more, "## How to read the tables", KINDS]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+# -------- the first page
+
+
+def first_page(workload: Workload, files: dict[str, str]) -> Iterator[str]:
     """What is to be known first of a workload: sentences, small tables, and pictures."""
-    yield " ".join(sentences(workload, splits))
+    yield plain(" ".join(sentences(workload)))
     yield from scaling_tables(workload)
-    margin = say_margin(workload)
-    if margin:
-        yield margin
-    yield pictures_of(files, ("time", "speedup", "speedup-strong"))
+    yield " ".join(f"![{name}]({file})" for name, file in files.items())
+
+
+# The comparison, what its cells have in common, and the caption of their table.
+TABLES = (
+    (
+        "weak",
+        "batch_per_device",
+        "**Weak scaling**, {} samples per device and step: time of training, speedup and "
+        "efficiency against the baseline with the same batch per device.",
+    ),
+    (
+        "strong",
+        "global_batch_size",
+        "**Strong scaling**, {} samples per step in all: time of training, speedup and "
+        "efficiency against the baseline with the same global batch.",
+    ),
+    ("by_hand", "batch_per_device", "Time, speedup and efficiency:"),
+    (
+        "comparison",
+        "batch_per_device",
+        "Time of training without a baseline, {} samples per device and step:",
+    ),
+)
 
 
 def scaling_tables(workload: Workload) -> Iterator[str]:
     """A table for each batch per device (weak scaling), for each global batch (strong scaling), and
-    for the cells that are compared with nothing. Cells without a result are in the first one.
+    for the cells that are compared with nothing. Shapes without a result are in the first one.
     """
-    cells = workload.cells
-    lost = set()
-    for run in workload.lost:
-        lost.add((STRATEGIES.get(run.setting.strategy, run.setting.strategy), run.setting.shape))
-    weak = group_by(
-        (cell for cell in cells if cell.weak), lambda cell: cell.setting.batch_per_device
-    )
-    strong = group_by(
-        (cell for cell in cells if cell.strong), lambda cell: cell.setting.global_batch_size
-    )
-    alone = group_by(
-        (cell for cell in cells if not cell.comparison), lambda cell: cell.setting.batch_per_device
-    )
-    for batch, group in weak.items():
-        yield from shape_tables(
-            f"**Weak scaling**, {batch} samples per device and step: time of training, speedup and "
-            "efficiency against the baseline with the same batch per device.",
-            [(cell, cell.weak) for cell in group],
-            lost,
-        )
-    for batch, group in strong.items():
-        if any(cell.devices > 1 for cell in group):
-            yield from shape_tables(
-                f"**Strong scaling**, {batch} samples per step in all: time of training, speedup "
-                "and efficiency against the baseline with the same global batch.",
-                [(cell, cell.strong) for cell in group],
-                lost,
-            )
-    hand = [(cell, cell.by_hand) for cell in cells if cell.by_hand]
-    yield from shape_tables("Time, speedup and efficiency:", hand, lost)
-    for batch, group in alone.items():
-        samples = f", {batch} samples per device and step" if batch else ""
-        pairs: list[tuple[Cell, Comparison | None]] = [(cell, None) for cell in group]
-        yield from shape_tables(f"Time of training without a baseline{samples}:", pairs, lost)
+    known = {(cell.setting.strategy, cell.setting.shape) for cell in workload.cells}
+    lost = [run for run in workload.lost if (run.setting.strategy, run.setting.shape) not in known]
+    for kind, common, caption in TABLES:
+        groups: dict[int | None, list[tuple[Cell, Comparison | None]]] = {}
+        for cell in workload.cells:
+            one = getattr(cell, kind)
+            if bool(one) != (kind == "comparison"):
+                batch = getattr(cell.setting, common)
+                groups.setdefault(batch, []).append((cell, one))
+        for batch, pairs in sorted(groups.items(), key=lambda group: group[0] or 0):
+            if kind != "strong" or any(cell.devices > 1 for cell, _ in pairs):
+                words = caption.format(batch).replace(", None samples per device and step", "")
+                yield from shape_tables(words, pairs, lost)
 
 
-def group_by(cells: Iterable[Cell], key: Any) -> dict[Any, list[Cell]]:
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
-    return dict(sorted(groups.items(), key=lambda group: group[0] or 0))
+Place = tuple[int, int, int]  # nodes, GPUs of each, global batch or 0
 
 
 def shape_tables(
-    caption: str, pairs: Sequence[tuple[Cell, Comparison | None]], lost: set[tuple[str, str]]
+    caption: str, pairs: Sequence[tuple[Cell, Comparison | None]], lost: list[Run]
 ) -> Iterator[str]:
     """Rows are shapes with their global batch, columns strategies. The entries of `lost` are taken
     out of it as they are shown. Nothing if only baselines are known.
     """
-    found = {}
-    numbers: Counter[tuple[str, tuple[int, int, int | None]]] = Counter()
-    for cell, one in sorted(pairs, key=lambda pair: -pair[0].seconds):
-        text = f"{cell.seconds:.1f} s"
-        if one:
-            text += f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %"
+    found: dict[tuple[str, Place], list[str]] = {}
+    order: dict[str, int] = {}  # of the columns
+    for cell, one in sorted(pairs, key=lambda pair: pair[0].seconds):
+        gain = f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %" if one else ""
         if not cell.is_baseline:
-            place = (cell.setting.nodes, cell.setting.gpus_per_node, cell.setting.global_batch_size)
-            numbers[cell.short, place] += 1
-            if numbers[cell.short, place] > 1:  # They differ in cores, micro-batches or shards.
-                text += f" (fastest of {numbers[cell.short, place]})"
-            found[cell.short, place] = text
+            setting = cell.setting
+            place = (setting.nodes, setting.gpus_per_node, setting.global_batch_size or 0)
+            found.setdefault((cell.name, place), []).append(f"{cell.seconds:.1f} s{gain}")
+            order[cell.name] = order_of(cell)[0]
     if not found:
         return
-    for name, shape in lost:
-        nodes, gpus = map(int, shape.split(" x "))
-        fits = [place for _, place in found if place[:2] == (nodes, gpus)]
-        found.setdefault((name, fits[0] if fits else (nodes, gpus, None)), "no result")
+    for run in lost:
+        shape = run.setting.nodes, run.setting.gpus_per_node
+        place = min((place for _, place in found if place[:2] == shape), default=(*shape, 0))
+        name = name_strategy(run.setting)
+        found.setdefault((name, place), ["no result"])
+        order.setdefault(name, len(STRATEGIES))
     lost.clear()
-    places = sorted({place for _, place in found}, key=place_order)
-    if pairs[0][0].work.on_cpu:
-        found |= {
-            ("DP", place): "needs two GPUs" if place[0] == 1 else "one node only"
-            for place in places
-            if place[1] > 1 and not any(name == "DP" for name, _ in found)
-        }
-    order = {name: number for number, name in enumerate(STRATEGIES.values())}
-    names = sorted({name for name, _ in found}, key=lambda name: name_order(name, order))
+    places = sorted({place for _, place in found}, key=lambda it: (it[0] * it[1], it[0], it[2]))
+    names = sorted(order, key=lambda name: (order[name], name))
     yield caption
     for first in range(0, len(names), WIDE):
-        yield table(
-            [
-                {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2]}
-                | {name: found.get((name, place)) for name in names[first : first + WIDE]}
-                for place in places
-            ]
-        )
+        rows = []
+        for place in places:
+            row = {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2] or None}
+            for name in names[first : first + WIDE]:
+                cells = found.get((name, place), [""])
+                # Several differ in cores, micro-batches or shards: the first is the fastest.
+                more = f" (fastest of {len(cells)})" if len(cells) > 1 else ""
+                row[name] = cells[0] + more
+            rows.append(row)
+        yield table(rows)
 
 
-def place_order(place: tuple[int, int, int | None]) -> tuple[int, int, int]:
-    nodes, gpus, batch = place
-    return nodes * gpus, nodes, batch or 0
+# -------- the details
 
 
-def name_order(name: str, order: dict[str, int]) -> tuple[int, str]:
-    """The order of STRATEGIES, also of variants; other names come last."""
-    return order.get(name.split(" #")[0].removesuffix(", recomputing"), len(order)), name
-
-
-def pictures_of(files: dict[str, str], names: Iterable[str]) -> str:
-    """Markdown of those pictures that were drawn; `files` maps names to files."""
-    return " ".join(f"![{name}]({files[name]})" for name in names if name in files)
-
-
-# ----------------------------------------------------------------------------- the details
-def details(
-    workload: Workload,
-    splits: list[Split],
-    held: dict[Cell, Held],
-    links: dict[Cell, list[dict[str, Any]]],
-    predict_to: int | None,
-    files: dict[str, str],
-) -> Iterator[str]:
+def details(workload: Workload) -> Iterator[str]:
     """All that is known of one workload, as sections of Markdown."""
-    work = [one.name for one in fields(Work) if getattr(workload.work, one.name) != "no"]
-    yield f"All runs have in common: {', '.join(in_words(workload.work, work))}."
-    checked = any(links.values())
-    says = [say_prediction(workload), say_missing(workload, checked)]
-    yield " ".join(text for text in says if text)
+    values = {name: value for name, value in workload.values.items() if value != "no"}
+    yield f"All runs have in common: {plain(', '.join(in_words(values, values)))}."
     yield table([measured(cell) for cell in workload.cells])
     yield from describe_comparisons(workload)
-    if splits:
-        yield describe_parts(splits)
-    yield from describe_predictions(workload)
-    if predict_to:
-        yield from describe_growth(workload, links, predict_to)
-    known = [cell for cell in workload.cells if cell.ranks]
+    known = [cell for cell in workload.cells if cell.median.ranks]
     if known:
-        yield describe_formulas(known, held)
         yield "The median runs and their ranks, as `time` prints them:"
         yield table([row for cell in known for row in ranks_of(cell)])
-    shown = ("time", "speedup", "speedup-strong")
-    yield pictures_of(files, [name for name in files if name not in shown])
+
+
+def name_cell(cell: Cell) -> dict[str, Any]:
+    """The columns that tell a cell from all others, with its batches."""
+    setting = cell.setting
+    times = setting.gradient_accumulation_steps or 1
+    batch = setting.per_device_batch_size
+    return {
+        "strategy": cell.name,
+        "variant": cell.apart,
+        "nodes x devices": setting.shape,
+        "batch per device": f"{batch} x {times}" if times > 1 else batch,
+        "global batch": setting.global_batch_size,
+    }
 
 
 def measured(cell: Cell) -> dict[str, Any]:
     figures = cell.figures
     return name_cell(cell) | {
         "runs": len(cell.runs),
-        "step in ms": in_ms(cell.step_seconds),
+        "step in ms": show(cell.step_seconds and cell.step_seconds * 1000, "{:.2f}"),
         "samples/s": show(figures.samples_per_second, "{:,.1f}"),
         "seconds": f"{cell.seconds:.2f}",
         "fastest-slowest": f"{cell.fastest:.2f}-{cell.slowest:.2f}",
         "total": show(figures.total_seconds, "{:.1f}"),
+        "last loss": show(figures.last_loss, "{:.6f}"),
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
+        "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
         "cores per rank": show(cell.setting.cores, "{:g}"),
-        "note": doubts(cell),
+        "note": faults(cell),
         "median run": cell.median.name,
         "log": cell.median.log,
     }
 
 
 def describe_comparisons(workload: Workload) -> Iterator[str]:
-    """A table for weak scaling and one for strong scaling."""
-    for name, kind in (("Weak", "weak"), ("Strong", "strong"), ("By hand", "by_hand")):
+    """A table for weak scaling, one for strong scaling, and one for times by hand."""
+    for kind, caption in {
+        "weak": "Weak scaling, the batch per device fixed:",
+        "strong": "Strong scaling, the global batch fixed:",
+        "by_hand": "By hand:",
+    }.items():
         pairs = [(cell, getattr(cell, kind)) for cell in workload.cells]
         known = [(cell, one) for cell, one in pairs if one]
-        if all(cell.devices == 1 for cell, _ in known) and kind == "strong" or not known:
+        if not known or kind == "strong" and all(cell.devices == 1 for cell, _ in known):
             continue
-        fixed = {
-            "weak": " scaling, the batch per device fixed",
-            "strong": " scaling, the global batch fixed",
-        }
-        yield f"{name}{fixed.get(kind, '')}:"
+        yield caption
         yield table(
             [
                 name_cell(cell)
@@ -245,26 +280,23 @@ def describe_comparisons(workload: Workload) -> Iterator[str]:
                     "baseline in s": f"{one.baseline.seconds:.2f}",
                     "seconds": f"{cell.seconds:.2f}",
                     "speedup": f"{one.speedup:.2f}",
-                    "from-to": f"{one.low:.2f}-{one.high:.2f}",
+                    "from-to": one.low and f"{one.low:.2f}-{one.high:.2f}",
                     "efficiency": f"{one.efficiency:.0%}",
-                    "of steady steps": show(one.steady, "{:.2f}"),
-                    "sure": one.verdict,
+                    "margin": show(workload.margin(cell, one.baseline), "{:.1%}"),
+                    "sure": one.sure,
                 }
                 for cell, one in known
             ]
         )
-    if any(cell.comparison is None for cell in workload.cells) and any(
-        cell.comparison for cell in workload.cells
-    ):
+    without = [cell for cell in workload.cells if cell.comparison is None]
+    if without and len(without) < len(workload.cells):
         yield (
             "Cells that are in none of these have no baseline with the same batch per device or "
-            "the same global batch that trained on as many samples (1 % more or less). With "
-            "--max_train_steps it takes the same global batch; with epochs, numbers of samples "
-            "that global batches divide."
+            "the same global batch that trained on as many samples (1 % more or less)."
         )
 
 
-def ranks_of(cell: Cell) -> Rows:
+def ranks_of(cell: Cell) -> list[dict[str, Any]]:
     return [
         {"run": cell.median.name, "rank": rank.rank, "host": rank.host}
         | {name: as_time_prints(getattr(rank, name)) for name in ("real", "user", "sys")}
@@ -273,40 +305,12 @@ def ranks_of(cell: Cell) -> Rows:
             "device": rank.device_name,
             "cores": rank.cores,
         }
-        for rank in cell.ranks
+        for rank in cell.median.ranks
     ]
 
 
-def describe_parts(splits: list[Split]) -> str:
-    """Where the time of a step went, as Markdown."""
-    rows = []
-    for split in splits:
-        row = name_briefly(split.cell) | {"step": in_ms(split.step)}
-        rows.append(row | {name: in_ms(split.parts.get(name)) for name in PARTS})
-    return (
-        "Where the time of a step went, in ms. The parts add up to the mean step, all steps of "
-        "training. *Computing* is the baseline's steady step without its loading, *bookkeeping* "
-        "what the same strategy takes longer on one device. *Communication* is what profiled runs "
-        "of the cell measured. Without one it is *predicted*: what the formula adds for several "
-        "devices. *Waiting* is how much longer the slowest rank computes than the mean rank, by "
-        "the profiled run or by the ranks' CPU time. *Start* is what the first "
-        "steps took longer, shared out over all steps. What is left is *unexplained*; below zero, "
-        "the other parts are too large.\n\n" + table(rows)
-    )
+# -------- HTML and CSV
 
-
-def describe_traces(traces: list[Trace]) -> str:
-    """The time shares of profiled runs, as Markdown."""
-    return table(
-        [
-            {"run": trace.run.name, "strategy": trace.run.setting.strategy, "rank": trace.rank}
-            | {name: f"{share:.0%}" for name, share in trace.shares.items()}
-            for trace in traces
-        ]
-    )
-
-
-# -------------------------------------------------------------------------------- as HTML
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1rem; }
 img { max-width: 100%; height: auto; }
@@ -329,17 +333,59 @@ p, li, h1, h2 { overflow-wrap: anywhere; }
 """
 
 
-def as_html(text: str, folder: Path) -> str:
+def as_html(text: str, folder: Path, pictures: list[str]) -> str:
     """The Markdown of a report as one HTML file; the pictures, which lie in `folder`, are in it."""
-    body = markdown.markdown(html.escape(text, quote=False), extensions=["tables", "sane_lists"])
+    body = markdown.markdown(text.replace("<", "&lt;"), extensions=["tables", "sane_lists"])
     body = body.replace("<table>", '<div class="table"><table>')
     body = body.replace("</table>", "</table></div>")
-    for picture in folder.glob("*.svg"):
-        data = base64.b64encode(picture.read_bytes()).decode()
-        body = body.replace(f'src="{picture.name}"', f'src="data:image/svg+xml;base64,{data}"')
+    for picture in pictures:
+        data = base64.b64encode((folder / picture).read_bytes()).decode()
+        body = body.replace(f'src="{picture}"', f'src="data:image/svg+xml;base64,{data}"')
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Report</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def write_csv(path: Path, workloads: list[Workload]) -> None:
+    """A row with plain numbers for each cell; what is not known is blank."""
+    rows = [plain_row(cell) for workload in workloads for cell in workload.cells]
+    names = list(dict.fromkeys(name for row in rows for name in row)) or ["strategy"]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plain_row(cell: Cell) -> dict[str, Any]:
+    """A cell as plain numbers and texts."""
+    return (
+        cell.workload
+        | asdict(cell.setting)
+        | {"devices": cell.devices}
+        | asdict(cell.figures)
+        | {
+            "run": cell.median.name,
+            "log": cell.median.log,
+            "repeats": len(cell.runs),
+            "fastest": cell.fastest,
+            "slowest": cell.slowest,
+            "step_seconds": cell.step_seconds,
+            "mfu": cell.mfu,
+            "fixed": cell.fixed,
+            "weak_speedup": cell.weak and cell.weak.speedup,
+            "strong_speedup": cell.strong and cell.strong.speedup,
+        }
+        | {
+            column: getattr(cell.comparison, name, None)
+            for column, name in {
+                "speedup": "speedup",
+                "efficiency": "efficiency",
+                "speedup_from": "low",
+                "speedup_to": "high",
+                "sure": "sure",
+            }.items()
+        }
     )

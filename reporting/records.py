@@ -1,4 +1,7 @@
-"""What runs left behind, read as runs: run.json, and the plan of a sweep (sweep.csv)."""
+"""What runs left behind, read and checked: run.json, and the plan of a sweep (sweep.csv).
+
+What is not known is None, everywhere.
+"""
 
 import atexit
 import csv
@@ -6,123 +9,183 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections import Counter
-from dataclasses import fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AllowInfNan,
+    BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveInt,
     ValidationError,
 )
 
 from planning.facts import UNREADABLE, name_yaml
-from reporting.runs import PROFILED, Figures, Model, Rank, Run, Setting, Typed, Work
+from planning.printing import one_line
+
+# -------- a run.json
 
 
-class Seconds(Typed):
-    train: NonNegativeFloat
-    total: NonNegativeFloat
-    loading: NonNegativeFloat | None = None
+class Strict(BaseModel):
+    """A part of a record. A wrong type, NaN, infinity or a long text is a ValidationError."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, str_max_length=400)
 
 
-class Versions(Typed):
+Amount = Annotated[float, Field(ge=0, le=1e12)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+Name = Annotated[str, Field(max_length=60)]
+
+
+class Seconds(Strict):
+    train: Amount
+    total: Amount
+
+
+class Versions(Strict):
     torch: str
+    accelerate: str | None = None
+    deepspeed: str | None = None
+    transformers: str | None = None
 
 
-class Workload(Typed):
-    model: str | None = None
-    dataset: str | None = None
-    samples: NonNegativeInt | None = None
-    eval_samples: NonNegativeInt | None = None
-    sequence_length: PositiveInt | None = None
-    max_grad_norm: float | None = None
-    epochs: NonNegativeInt | None = None
-    steps: NonNegativeInt | None = None
-    precision: str | None = None
-    compute_dtype: str | None = None
-    dynamo: str | None = None
-    layers: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-    intermediate_size: PositiveInt | None = None
-    positions: PositiveInt | None = None
-
-
-STATUS = {
-    "completed": "",
-    "preempted": "stopped before its end",
-    "failed": "broke down",
-    "running": "died, or is still running",
-}
-
-
-Number = NonNegativeInt | NonNegativeFloat | Literal["auto"]
-
-
-class Options(Typed):
-    """Of a strategy's options, those that formulas calculate with. The others stay as they are."""
+class Workload(Strict):
+    """What the run had to do. All of it is compared; these are the fields that the report reads."""
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, str | int | float | bool | None]
 
-    dp_shard_size: PositiveInt = 1
-    reduce_bucket_size: Number = "auto"
-    stage3_param_persistence_threshold: Number = "auto"
-    stage3_prefetch_bucket_size: Number = "auto"
-    stage3_max_live_parameters: Number = "auto"
+    model: str | None = None
+    dataset: str | None = None
+    precision: str | None = None
+    layers: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
 
 
-class Record(Typed):
+class Rank(Strict):
+    rank: NonNegativeInt
+    host: str
+    real: Amount
+    user: Amount
+    sys: Amount
+    peak_memory_mb: Amount | None = None
+    memory_before_mb: Amount | None = None
+    device_name: str | None = None
+    cores: Count | None = None  # that the rank may use, with the other ranks of its host
+
+
+class Record(Strict):
     """The fields of a run.json that the report reads."""
 
     script: str
     status: str
-    strategy: str
-    nodes: PositiveInt
-    devices: PositiveInt
+    strategy: Name
+    nodes: Count
+    devices: Count
     device_name: str
-    steps: NonNegativeInt
-    global_batch_size: PositiveInt
-    parameters: PositiveInt
+    steps: Annotated[int, Field(ge=0, le=10**12)]
+    global_batch_size: Count
+    parameters: Count
     workload: Workload
     ranks: list[Rank] = Field(min_length=1)
     seconds: Seconds
     versions: Versions
     loss_history: list[tuple[NonNegativeInt, Annotated[float, AllowInfNan(True)]]]
-    per_device_batch_size: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
-    strategy_options: Options | None = None
+    per_device_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    strategy_options: dict[str, Any] | None = None
     activation_checkpointing: bool | None = None
-    threads: PositiveInt | None = None
-    tensors: list[PositiveInt] | None = None
-    samples_per_second: NonNegativeFloat | None = None
-    tokens_per_second: NonNegativeFloat | None = None
-    tokens: NonNegativeInt | None = None
-    padding_share: Annotated[float, Field(ge=0, lt=1)] | None = None
+    threads: Count | None = None
+    samples_per_second: Amount | None = None  # the median over the intervals between two logs
+    tokens_per_second: Amount | None = None
     resumed_from: str | None = None
     profiled: bool | None = None
     slurm_job_id: str | int | None = None
 
 
-def explain(problem: Exception) -> str:
-    """What is wrong with a record, in a few words."""
-    if isinstance(problem, ValidationError):
-        first = problem.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return f"{place}: {first['msg']}" if place else first["msg"]
-    return f"{type(problem).__name__}: {problem}"
+# -------- a run, as the report knows it
+
+PROFILED = "profiled: not a timing"
+# The word before the colon is the reason that the answer names.
+STATUS = {
+    "completed": "",
+    "preempted": "preempted: stopped before its end",
+    "failed": "failed: broke down",
+    "running": "no end: died, or is still running",
+}
 
 
-def read_record(path: Path, folder: Path) -> Run:
-    """One run.json as a Run. Raises an error of UNREADABLE if it is none."""
-    return make_run(parse(path), path, folder)
+@dataclass(frozen=True)
+class Setting:
+    """How a run did its work. Runs of one workload and one setting are repeats."""
+
+    strategy: str  # the name of a YAML, or what a person wrote
+    nodes: int
+    gpus_per_node: int
+    per_device_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    strategy_options: str | None = None  # as JSON
+    activation_checkpointing: bool = False
+    cores: float | None = None  # of the CPU, for each rank
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def shape(self) -> str:
+        return f"{self.nodes} x {self.gpus_per_node}"
+
+    @property
+    def batch_per_device(self) -> int | None:
+        """The samples of a device in one optimizer step."""
+        if self.per_device_batch_size is None:
+            return None
+        return self.per_device_batch_size * (self.gradient_accumulation_steps or 1)
 
 
-def parse(path: Path) -> Record:
+@dataclass
+class Figures:
+    """What was measured of a run. Times are in seconds, memory in MB of the fullest rank."""
+
+    seconds: float | None = None  # of training: every optimizer step
+    total_seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_mb: float | None = None
+    training_memory_mb: float | None = None  # the peak without what was there before the model
+    samples_trained: float | None = None
+    steps: float | None = None
+    last_loss: float | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run. `problem` says why it is no timing, or is ""."""
+
+    name: str
+    workload: dict[str, Any]  # what has to be the same in runs that are compared
+    setting: Setting
+    problem: str = ""
+    figures: Figures = field(default_factory=Figures)
+    ranks: list[Rank] = field(default_factory=list)
+    log: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of training; only of a run that is a timing, which has them."""
+        assert self.figures.seconds is not None
+        return self.figures.seconds
+
+
+def read_record(path: Path) -> Record:
+    """A run.json. Raises an error of UNREADABLE if it is none."""
     record = Record.model_validate_json(path.read_bytes())
     if record.status not in STATUS:
         raise ValueError(f"status: {record.status!r} is not known")
@@ -144,44 +207,39 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
     if not problem and not (record.seconds.train and record.seconds.total):
         raise ValueError("seconds: the times of a run have to be greater than 0")
     inside = path.parent.resolve() == folder.resolve()
-    work = record.workload
-    sizes = {size.name: getattr(work, size.name, None) for size in fields(Model)}
     return Run(
         name=folder.resolve().name if inside else os.path.relpath(path.parent, folder),
-        work=find_work(record),
+        workload=find_workload(record),
         setting=find_setting(record),
         problem=problem,
         figures=find_figures(record),
-        model=Model(**sizes | {"parameters": record.parameters, "tensors": record.tensors}),
         ranks=record.ranks,
-        losses=add_seconds(record),
         log=log,
     )
 
 
-def find_work(record: Record) -> Work:
-    work = record.workload
-    names = {one.name for one in fields(Work)} & set(Workload.model_fields)
-    return Work(
-        **{name: getattr(work, name) for name in names}
-        | {
-            "script": record.script,
-            # What the model computed in, where that is not the launcher's mixed_precision.
-            "compute_dtype": work.compute_dtype or work.precision,
-            "device_name": record.device_name,
-            # With a GPU, threads only feed it, and DP's one process has those of all its GPUs.
-            "threads": record.threads if record.device_name.startswith("CPU") else None,
-            "torch": record.versions.torch,
-        }
-    )
+def find_workload(record: Record) -> dict[str, Any]:
+    """All that has to be the same in runs that are compared. Seed and learning rate change no
+    time.
+    """
+    devices = {rank.device_name or record.device_name for rank in record.ranks}
+    work = record.workload.model_dump(exclude={"seed", "learning_rate"})
+    on_cpu = record.device_name.startswith("CPU")
+    return {
+        "script": record.script,
+        **work,
+        "parameters": record.parameters,
+        "device_name": " + ".join(sorted(devices)),
+        # With a GPU, threads only feed it, and DP's one process has those of all its GPUs.
+        "threads": record.threads if on_cpu else None,
+        **record.versions.model_dump(),
+    }
 
 
 def find_setting(record: Record) -> Setting:
-    known = record.strategy_options
-    options = known.model_dump(exclude_unset=True) if known else {}
+    options = record.strategy_options or {}
     on_host = Counter(rank.host for rank in record.ranks)
-    cores = [rank.cores and rank.cores / on_host[rank.host] for rank in record.ranks]
-    shares = [share for share in cores if share]
+    cores = [rank.cores / on_host[rank.host] for rank in record.ranks if rank.cores]
     return Setting(
         strategy=name_yaml(record.strategy, options),
         nodes=record.nodes,
@@ -191,7 +249,7 @@ def find_setting(record: Record) -> Setting:
         global_batch_size=record.global_batch_size,
         strategy_options=json.dumps(options, sort_keys=True),
         activation_checkpointing=bool(record.activation_checkpointing),
-        cores=min(shares) if shares else None,
+        cores=min(cores) if cores else None,
     )
 
 
@@ -202,8 +260,6 @@ def find_figures(record: Record) -> Figures:
         for rank in record.ranks
         if rank.peak_memory_mb and rank.memory_before_mb is not None
     ]
-    steps, loading = record.steps, record.seconds.loading
-    waiting, busy = share_of_cpu(record)
     return Figures(
         seconds=record.seconds.train,
         total_seconds=record.seconds.total,
@@ -211,45 +267,10 @@ def find_figures(record: Record) -> Figures:
         tokens_per_second=record.tokens_per_second or None,
         peak_memory_mb=max((peak for peak in peaks if peak), default=None),
         training_memory_mb=max(added) if len(added) == len(record.ranks) else None,
-        samples_trained=steps * record.global_batch_size,
-        trained_steps=steps,
-        loading_seconds=None if loading is None else loading / max(1, steps),
-        waiting_seconds=waiting,
-        padded_tokens=find_padded_tokens(record),
-        busy_share=busy,
+        samples_trained=record.steps * record.global_batch_size,
+        steps=record.steps,
+        last_loss=record.loss_history[-1][1] if record.loss_history else None,
     )
-
-
-def add_seconds(record: Record) -> list[tuple[int, float, float]]:
-    """The losses as (step, loss, seconds of training until then): steady steps are equally long."""
-    rate, seconds = record.samples_per_second, record.seconds.train
-    each = record.global_batch_size / rate if rate else seconds / max(1, record.steps)
-    return [
-        (step, loss, max(0.0, seconds - (record.steps - step) * each))
-        for step, loss in record.loss_history
-    ]
-
-
-def share_of_cpu(record: Record) -> tuple[float | None, float | None]:
-    """Seconds per step that a rank waits for the slowest one, on average: the most that a rank
-    computes less the mean. And CPU seconds per second of training, of the rank with the fewest: 1
-    if nothing else took the cores and no rank waited. None on GPUs.
-    """
-    computed = [rank.train_cpu for rank in record.ranks if rank.train_cpu is not None]
-    on_cpu = record.device_name.startswith("CPU")
-    if not on_cpu or len(computed) < len(record.ranks) or not record.seconds.train:
-        return None, None
-    waiting = (max(computed) - sum(computed) / len(computed)) / max(1, record.steps)
-    return waiting, min(computed) / record.seconds.train
-
-
-def find_padded_tokens(record: Record) -> float | None:
-    """Tokens per device and step, padding included, the mean over the ranks: a larger global batch
-    is padded more. None for what has no tokens.
-    """
-    if not record.tokens or record.padding_share is None or not record.steps:
-        return None
-    return record.tokens / (1 - record.padding_share) / record.steps / record.devices
 
 
 def find_log(path: Path, record: Record, folder: Path) -> str | None:
@@ -261,7 +282,27 @@ def find_log(path: Path, record: Record, folder: Path) -> str | None:
     return f"slurm-{record.slurm_job_id}.out" if record.slurm_job_id else None
 
 
-# ------------------------------------------------------------------------- a folder of runs
+# -------- a folder of runs
+
+
+def unpack(path: Path) -> Path:
+    """A folder of runs as it is; a compressed one (such as .tar.xz) unpacked into a fresh folder.
+    Raises ValueError.
+    """
+    if path.is_dir():
+        return path
+    folder = tempfile.mkdtemp(prefix="report-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        if zipfile.is_zipfile(path):
+            shutil.unpack_archive(path, folder, "zip")  # It drops names that lead outside.
+        else:
+            shutil.unpack_archive(path, folder, filter="data")  # It refuses them.
+    except Exception as problem:  # each kind of archive has its own
+        raise ValueError(f"{path} is neither a folder nor a compressed one: {problem}") from None
+    return Path(folder)
+
+
 def find_files(folder: Path, name: str) -> list[Path]:
     """All files of this name below a folder, those in linked folders too, each folder once."""
     found, seen = [], set()
@@ -277,41 +318,44 @@ def find_files(folder: Path, name: str) -> list[Path]:
     return sorted(found)
 
 
+def explain(problem: Exception) -> str:
+    """What is wrong with a record, in a few words."""
+    if isinstance(problem, ValidationError):
+        first = problem.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        return one_line(f"{place}: {first['msg']}" if place else first["msg"])
+    return one_line(f"{type(problem).__name__}: {problem}")
+
+
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     """All runs below a folder, and a sentence for each file that is no record, or the copy of one.
-    A run that was planned (sweep.csv) but is not there is a run with a problem, and has the work of
-    the sweep's other runs. Raises FileNotFoundError if there is nothing at all.
+    A run that was planned (sweep.csv) but is not there is a run with a problem, and has the
+    workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all.
     """
     runs: list[Run] = []
     notes: list[str] = []
     paths = find_files(folder, "run.json")
-    originals: dict[str, Path] = {}
+    originals: dict[str, str] = {}
     for path in paths:
+        name = os.path.relpath(path, folder)
         try:
-            record = parse(path)
+            record = read_record(path)
             run = make_run(record, path, folder)
         except UNREADABLE as problem:
-            notes.append(
-                f"skipped {os.path.relpath(path, folder)}: no run record ({explain(problem)})"
-            )
+            notes.append(f"skipped {name}: no run record ({explain(problem)})")
             continue
-        content = record.model_dump_json()
-        if content in originals:
-            notes.append(
-                f"skipped {os.path.relpath(path, folder)}: a copy of "
-                f"{os.path.relpath(originals[content], folder)}, and no repeat"
-            )
-            continue
-        originals[content] = path
-        runs.append(run)
+        first = originals.setdefault(record.model_dump_json(), name)
+        if first == name:
+            runs.append(run)
+        else:
+            notes.append(f"skipped {name}: a copy of {first}, and no repeat")
     found = {path.parent.resolve() for path in paths}
     for plan in find_files(folder, "sweep.csv"):
         try:
             runs += read_plan(plan, folder, found, runs)
-        except UNREADABLE as problem:
-            notes.append(
-                f"skipped {os.path.relpath(plan, folder)}: no plan of a sweep ({explain(problem)})"
-            )
+        except (*UNREADABLE, csv.Error) as problem:
+            name = os.path.relpath(plan, folder)
+            notes.append(f"skipped {name}: no plan of a sweep ({explain(problem)})")
     if not runs and not notes:
         raise FileNotFoundError(
             f"no run.json below {folder}: the training scripts leave one in their output directory"
@@ -320,7 +364,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
 
 
 def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> list[Run]:
-    """The runs that a sweep.csv has and that are not `found`. Raises an error of UNREADABLE."""
+    """The runs that a sweep.csv has and that are not `found`."""
     missing = []
     with open(plan, newline="", encoding="utf-8") as file:
         for planned in csv.DictReader(file):
@@ -329,15 +373,12 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
                 continue
             job = f", job {planned['job']}" if planned["job"] else ""
             name = os.path.relpath(path, folder)
-            siblings = [
-                run.work
-                for run in runs
-                if not run.problem and Path(run.name).parent == Path(name).parent
-            ]
+            here = [run for run in runs if Path(run.name).parent == Path(name).parent]
+            known = [run.workload for run in here if not run.problem]
             missing.append(
                 Run(
                     name=name,
-                    work=siblings[0] if siblings else Work(script="a sweep"),
+                    workload=known[0] if known else {"script": "a sweep"},
                     setting=Setting(
                         planned["strategy"], int(planned["nodes"]), int(planned["gpus_per_node"])
                     ),
@@ -345,18 +386,3 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
                 )
             )
     return missing
-
-
-def unpack(path: Path) -> Path:
-    """A folder of runs as it is; a compressed one (such as .tar.xz) unpacked into a fresh folder.
-    Raises ValueError.
-    """
-    if path.is_dir():
-        return path
-    folder = tempfile.mkdtemp(prefix="report-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        shutil.unpack_archive(path, folder)
-    except Exception as problem:  # each kind of archive has its own
-        raise ValueError(f"{path} is neither a folder nor a compressed one: {problem}") from None
-    return Path(folder)

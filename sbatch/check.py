@@ -4,11 +4,9 @@ GPUs, gloo.
     sbatch sbatch/check.sh                                            # two nodes of a cluster
     accelerate launch --config_file accelerate_configs/ddp.yaml sbatch/check.py    # one machine
 
-leaves check.json in OUTPUT_DIR: latency and bandwidth of each collective, from which report.py
-predicts step times.
+leaves check.json in OUTPUT_DIR: latency and bandwidth of each collective.
 """
 
-import argparse
 import json
 import math
 import os
@@ -26,7 +24,8 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from planning.links import bus_share  # noqa: E402  in the folder above
+from planning.facts import bus_share  # noqa: E402  in the folder above
+from planning.printing import OneLineParser, stop  # noqa: E402
 
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
@@ -64,32 +63,23 @@ def make_work(device):
 
 
 def mean_cycle(state, work, repeats, collective=None):
-    """Seconds of some work and a collective after it: the slowest rank's, the mean over repeats.
-    And this rank's own, and the CPU seconds of its threads in them.
-    """
+    """Seconds of some work and a collective after it: the slowest rank's, the mean of repeats."""
     state.wait_for_everyone()
-    times, computed = [], time.process_time()
+    times = []
     for repeat in range(repeats):
         start = time.perf_counter()
         work()
         if collective:
             collective(repeat % state.num_processes)
         times.append(time.perf_counter() - start)
-    computed = (time.process_time() - computed) / repeats
     times = torch.tensor(times, device=state.device)
-    own = times.mean().item()
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.mean().item(), own, computed
+    return times.mean().item()
 
 
 def measure(state, name, size, work):
-    """(bytes, seconds, CPU seconds, seconds in a row, core share) of one collective of about `size`
-    bytes of fp32: what it adds to the work before it, and what it takes right after another one.
-    The root of a broadcast or reduce changes from one to the next. The share: of its time, how long
-    this rank computed when all did nothing else.
-
-    Collectives in a row are faster: caches are warm, and no thread has to wait until the scheduler
-    gives it a core.
+    """(bytes, seconds) of one collective of about `size` bytes of fp32: what it adds to the work
+    before it. The root of a broadcast or reduce changes from one to the next.
     """
     ranks = state.num_processes
     part = torch.empty(max(1, size // 4 // ranks), device=state.device)
@@ -103,13 +93,12 @@ def measure(state, name, size, work):
     check(name, whole, part, state.process_index, ranks, once)
     for values in (whole, part):
         values.zero_()  # they are added up again and again
-    first, *_ = mean_cycle(state, work, 3, once)
+    first = mean_cycle(state, work, 3, once)
     repeats = min(REPEATS, max(5, int(SECONDS / first)))
-    alone, own, computed_alone = mean_cycle(state, work, repeats)
-    seconds, _, computed = mean_cycle(state, work, repeats, once)
-    in_a_row, *_ = mean_cycle(state, lambda: None, repeats, once)
-    after = max(seconds - alone, in_a_row)  # a difference of two means is noisy, and never less
-    return whole.numel() * 4, after, computed - computed_alone, in_a_row, computed_alone / own
+    alone = mean_cycle(state, work, repeats)
+    added = mean_cycle(state, work, repeats, once) - alone
+    # The difference of two means is noisy. A call right after another one never takes longer.
+    return whole.numel() * 4, max(added, mean_cycle(state, lambda: None, repeats, once))
 
 
 def check(name, whole, part, rank, ranks, once):
@@ -146,11 +135,7 @@ def fit_line(points):
 
 
 def measure_all(state, say):
-    """{collective: its line, its line in a row, and its times as [bytes, seconds, seconds in a
-    row]}. Also `busy`: for how much of the largest all-reduce's time this rank's CPU worked on it.
-    And the share of a core that a rank got, at least, while all computed: below 1, other programs
-    ran. On a GPU, 0 and None.
-    """
+    """{collective: its line, and its times as [bytes, seconds]}."""
     found, too_slow = {name: [] for name in COLLECTIVES}, set()
     work = make_work(state.device)
     say(
@@ -161,45 +146,28 @@ def measure_all(state, say):
     for size in SIZES:
         line = f"{size:12,}"
         for name, times in found.items():
-            if name not in too_slow:
-                times.append(measure(state, name, size, work))
-                line += f"{times[-1][1] * 1000:15.3f}"
-                if times[-1][1] > TOO_SLOW:  # the same on all ranks
-                    too_slow.add(name)
-            else:
+            if name in too_slow:
                 line += f"{'':15}"
+                continue
+            times.append(measure(state, name, size, work))
+            line += f"{times[-1][1] * 1000:15.3f}"
+            if times[-1][1] > TOO_SLOW:  # the same on all ranks
+                too_slow.add(name)
         say(line)
-    _, seconds, computed, *_ = found["all_reduce"][-1]
-    shares = [row[-1] for times in found.values() for row in times]
-    share = torch.tensor(sorted(shares)[len(shares) // 2], device=state.device)
-    dist.all_reduce(share, dist.ReduceOp.MIN)
-    say("as a line, latency + bytes on the bus / bandwidth; and right after another one:")
+    say("as a line, latency + bytes on the bus / bandwidth:")
     for name, times in found.items():
         carried = bus_share(name, state.num_processes)
-        lines = [fit_line([(row[0] * carried, row[column]) for row in times]) for column in (1, 3)]
-        found[name] = lines[0] | {
-            "in_a_row": lines[1],
-            "times": [[size, after, row] for size, after, _, row, _ in times],
-        }
+        line = fit_line([(size * carried, seconds) for size, seconds in times])
+        found[name] = line | {"times": times}
         say(
-            f"{name:>15}: "
-            + "; ".join(
-                "{:6,.0f} µs + bytes / {:.3f} GB/s, errors {:.0%}".format(
-                    line["latency_seconds"] * 1e6,
-                    line["bandwidth_bytes_per_second"] / 1e9,
-                    line["residual"],
-                )
-                for line in lines
-            )
+            f"{name:>15}: {line['latency_seconds'] * 1e6:6,.0f} µs + bytes / "
+            f"{line['bandwidth_bytes_per_second'] / 1e9:.3f} GB/s, errors {line['residual']:.0%}"
         )
-    if state.device.type == "cuda":
-        return found, 0.0, None
-    say(f"while all ranks computed, the slowest got {share:.0%} of its core")
-    return found, min(1.0, max(0.0, computed / seconds)), share.item()
+    return found
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description="Check a cluster: who takes part, and how fast the ranks talk."
     )
     parser.add_argument(
@@ -215,16 +183,10 @@ def main():
     args = parse_args()
     gpu, host = torch.cuda.is_available(), socket.gethostname()
     if not gpu and torch.cuda.device_count():
-        sys.exit(
-            f"error: {host} has a GPU that torch {torch.__version__} cannot use: is the "
+        stop(
+            f"{host} has a GPU that torch {torch.__version__} cannot use: is the "
             "driver too old for it? README, 'On a Slurm cluster'"
         )
-    seen = sorted(os.sched_getaffinity(0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if not gpu and 1 < node_size <= len(seen):  # each rank on cores of its own, as in training
-        share = len(seen) // node_size
-        os.sched_setaffinity(0, seen[local_rank * share :][:share])
     state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"
@@ -235,7 +197,7 @@ def main():
                 "host": host,
                 "device": device,
                 "torch_sees": torch.cuda.device_count(),
-                "cores": len(seen),
+                "cores": len(os.sched_getaffinity(0)),
             }
         ]
     )
@@ -257,16 +219,13 @@ def main():
     say(f"backend {backend}, " + ", ".join(f"{name} {of}" for name, of in versions.items()))
     if world == 1:
         say("one process has nobody to talk to: ask for two nodes, or two GPUs")
-    collectives, busy, core_share = measure_all(state, say) if world > 1 else (None, None, None)
     record = {
         "status": "completed",
         "nodes": len({rank["host"] for rank in ranks}),
         "processes": world,
         "backend": backend,
         "network": os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"),
-        "collectives": collectives,
-        "busy": busy,
-        "core_share": core_share,
+        "collectives": measure_all(state, say) if world > 1 else None,
         "ranks": ranks,
         "versions": versions,
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),

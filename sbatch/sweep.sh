@@ -11,16 +11,13 @@
 #   --strategies "ddp fsdp"   default "baseline dp ddp fsdp hsdp zero2 zero3"; a baseline is one
 #                             device, DP stays on one node, HSDP takes 2 x 2 devices or more
 #   --shapes "1x2 2x1"        nodes x GPUs per node; default "1x1 1x2 2x1 2x2", with --local
-#                             "1x1 1x2". 1x1 is each strategy on one device, from which the report
-#                             predicts the other shapes
+#                             "1x1 1x2". 1x1 is each strategy on one device: what it costs alone
 #   --repeats N               of each cell of the matrix; default 2. A report should have 5
 #   --minutes N               time limit of each job; default 60
 #   --yes                     do not ask before submitting more than 20 GPU-hours
 #   --global_batch_size N     the same for all shapes (strong scaling); without it, the batch per
 #                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
-# If 1x1 is one of the shapes, sbatch/check.py also measures how fast the devices of each other
-# shape communicate, unless DIR has a check. The report explains and predicts from both.
 # Jobs run one after the other, as they would slow each other down on nodes that they share. Repeats
 # take turns, so that a machine that others slow down for a while slows down every cell. A run that
 # is completed drops its checkpoints and best/; only the first repeat keeps its weights.
@@ -72,7 +69,7 @@ gres=${SWEEP_GRES:-gpu} unit=GPU
 
 # ------------------------------------------------------------------ the matrix: a line for each run
 
-cells=() runs=0 gpu_minutes=0
+cells=() gpu_minutes=0
 here='' # GPUs of this machine, for runs on it
 if [ -n "$local" ]; then
     here=$(python -c "import torch; print(torch.cuda.device_count())" 2>/dev/null || echo 0)
@@ -81,22 +78,15 @@ if [ "$gres" = none ] || [ "${here:-2}" -lt 2 ]; then
     [[ " $strategies " != *" dp "* ]] || echo "leaving out dp: it is a matter of several GPUs"
     strategies=" $strategies " && strategies=${strategies/ dp / }
 fi
-# Without a step on one device there is no prediction, and a baseline alone sends nothing.
-[[ " $shapes " != *" 1x1 "* ]] || [ "${strategies// /}" = baseline ] || strategies+=" check"
 for repeat in $(seq "$repeats"); do for strategy in $strategies; do
-    at_most=$minutes
-    if [ "$strategy" = check ]; then
-        at_most=5
-    elif [ ! -f "accelerate_configs/$strategy.yaml" ]; then
+    [ -f "accelerate_configs/$strategy.yaml" ] ||
         fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
-    fi
     for shape in $([ "$strategy" = baseline ] && echo 1x1 || echo "$shapes"); do
         [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] ||
             fail "a shape is NODESxGPUS, such as 2x1; got $shape"
         nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
         [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ]; } || continue
         [ "$strategy" != hsdp ] || { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || continue
-        [ "$strategy" != check ] || [ "$shape" != 1x1 ] || continue
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
         if [ "${here:-0}" -gt 0 ] && [ "$gpus" -gt "$here" ]; then
             left_out=$shape
@@ -105,17 +95,17 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
         [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
             fail "--global_batch_size $global_batch does not divide by" \
                 "the $((nodes * gpus)) devices of $shape"
-        cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat,$at_most")
-        gpu_minutes=$((gpu_minutes + nodes * gpus * at_most))
-        [ "$strategy" = check ] || runs=$((runs + 1))
+        cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat")
+        gpu_minutes=$((gpu_minutes + nodes * gpus * minutes))
     done
 done; done
 [ -z "${left_out:-}" ] || echo "leaving out $left_out: this machine has $here GPU(s)"
-[ $runs -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
+runs=${#cells[@]}
+[ "$runs" -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
-        IFS=, read -r run _ nodes gpus _ at_most <<<"$cell"
-        echo "$run: $nodes node(s) x $gpus $unit(s), at most $at_most minutes"
+        IFS=, read -r run _ nodes gpus _ <<<"$cell"
+        echo "$run: $nodes node(s) x $gpus $unit(s), at most $minutes minutes"
     done
     echo "$runs runs of $script $*"
 fi
@@ -135,7 +125,7 @@ print(f"and {(int(sys.argv[1]) + 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of di
 EOF
 )
 hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
-sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours${disk:+ $disk}" # one makes the report
+sum="$((runs + 1)) jobs, at most $hours $unit-hours${disk:+ $disk}" # one makes the report
 [ -n "$local" ] || echo "$sum, if every job took all its time"
 [ -z "$dry_run" ] || exit 0
 [ -z "$local" ] || need_launcher
@@ -153,21 +143,17 @@ mkdir -p "$folder" || exit 1
 # The plan, so that the report also shows what is missing.
 echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
 [ -z "$local" ] || for cell in "${cells[@]}"; do # Slurm's jobs are added with their numbers, below
-    [[ $cell = *,check,* ]] || echo "${cell%,*},"
+    echo "$cell,"
 done >>"$folder/sweep.csv"
 jobs=0 last='' failed=0
 for cell in "${cells[@]}"; do
-    IFS=, read -r run strategy nodes gpus repeat at_most <<<"$cell"
+    IFS=, read -r run strategy nodes gpus repeat <<<"$cell"
     drop="checkpoints best" # of a completed run
     [ "$repeat" = 1 ] || drop+=" model.safetensors"
     flags=("$@" --output_dir "$folder/$run")
     share=$((global_batch / nodes / gpus))
     [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size "$share")
-    yaml=accelerate_configs/$strategy.yaml what=("$script" "${flags[@]}")
-    if [ "$strategy" = check ]; then
-        [ ! -e "$folder/$run/check.json" ] || continue # of a sweep with another script
-        yaml=accelerate_configs/ddp.yaml what=(sbatch/check.py --output_dir "$folder/$run")
-    fi
+    yaml=accelerate_configs/$strategy.yaml
     if [ -n "$local" ]; then
         echo "$(date +%T) $run; its output goes to $folder/$run.log"
         # One thread per device, also if your shell has another number, which accelerate would take:
@@ -178,7 +164,7 @@ for cell in "${cells[@]}"; do
             environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
         fi
         if env "${environment[@]}" accelerate-launch --config_file "$yaml" --main_process_port 0 \
-            --num_processes "$processes" "${what[@]}" >"$folder/$run.log" 2>&1; then
+            --num_processes "$processes" "$script" "${flags[@]}" >"$folder/$run.log" 2>&1; then
             for dropped in $drop; do rm -rf "${folder:?}/$run/$dropped"; done
         else
             failed=1
@@ -187,19 +173,18 @@ for cell in "${cells[@]}"; do
     else
         ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
         [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
-        words=(sbatch/1node.sh "$yaml" "${what[@]}")
-        [ "$strategy" != check ] || words=(sbatch/check.sh "${what[@]:1}")
         # afterany: also after a job that failed
         if job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" sbatch --parsable \
-            "${ask[@]}" --nodes="$nodes" --time="$at_most" ${last:+"--dependency=afterany:$last"} \
-            --job-name="$run" --output="$folder/$run.log" "${words[@]}"); then
+            "${ask[@]}" --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
+            --job-name="$run" --output="$folder/$run.log" \
+            sbatch/1node.sh "$yaml" "$script" "${flags[@]}"); then
             job=${job%%;*}
             last=$job jobs=$((jobs + 1))
         else
             job=refused
         fi
         echo "$run: job $job"
-        [ "$strategy" = check ] || echo "${cell%,*},$job" >>"$folder/sweep.csv"
+        echo "$cell,$job" >>"$folder/sweep.csv"
     fi
 done
 report=(python report.py "$folder")

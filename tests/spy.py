@@ -47,7 +47,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from planning.steps import StepWatch, bytes_held  # noqa: E402
+from planning.counting import count_held as bytes_held  # noqa: E402
+from planning.patches import StepWatch  # noqa: E402
 
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])

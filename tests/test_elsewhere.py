@@ -186,13 +186,12 @@ def report_of(place, folder, examples):
     """
     for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1"):
         (folder / "runs" / "bert" / name).mkdir(parents=True)
-        shutil.copy(examples / "bert" / name / "run.json", folder / "runs" / "bert" / name)
-    words = [folder / "runs", "--output_dir", folder / "report", "--predict", 4]
-    words += ["--check", examples / "mnist" / "check-1x2-r1" / "check.json"]
+        shutil.copy(examples / name / "run.json", folder / "runs" / "bert" / name)
+    words = [folder / "runs", "--output_dir", folder / "report"]
     code, printed, problem = place.run(sys.executable, "report.py", *words)
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
-    assert report in printed and len(list((folder / "report").glob("*.svg"))) > 7
+    assert report in printed and len(list((folder / "report").glob("*.svg"))) >= 3
     sections = [text for text in report.split("\n## ") if "in common: " in text]
     return [section.split("\n", 1)[1] for section in sections]
 
@@ -245,12 +244,13 @@ def test_the_same_run(make_place, usual, example_records, outside):
     assert record["metrics"] == pytest.approx(runs[script].record["metrics"], rel=1e-5)
 
     sections = report_of(place, work, example_records)
-    [own] = [text for text in sections if f"steps 3, device_name {record['device_name']}, " in text]
+    [own] = [text for text in sections if "steps 3, " in text]
+    assert f"device_name {record['device_name']}, " in own
     ranks = [line for line in own.splitlines() if f"| {place.out} " in line and " 0m" in line]
     host = record["ranks"][0]["host"]
     assert len(ranks) == 2 and all(f" {host} " in line for line in ranks), own
     [examples] = [text for text in sections if text != own]
-    assert examples in usual_sections and "Predicted from the same strategy" in examples
+    assert examples in usual_sections and "Weak scaling" in examples
 
 
 def test_a_cluster_that_is_missing_is_not_installed(tmp_path, monkeypatch):

@@ -231,7 +231,7 @@ def parts_and_rungs(text):
     """{part: MB} and {what to try: MB}, as fit.py prints them of a record."""
     above, below = text.split("Try next")
     parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
-    rungs = re.findall(r"^ *([\d,]+|not known)  (.*)$", below, re.M)
+    rungs = re.findall(r"^ *([\d,]+)  (.*)$", below, re.M)
     sizes = {name: int(size.replace(",", "")) for name, size in parts.items()}
     return sizes, {name: saved.replace(",", "") for saved, name in rungs}
 
@@ -273,27 +273,35 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     assert list(held.items()) == list(expected.items())
     saved = {re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(mb) for rung, mb in tried.items()}
     assert saved == rungs
-    assert bool(rungs) != ("a smaller model, or a device with more memory" in text)
-    assert "rank 0 held at its peak" in text and "not known" not in text
+    assert bool(rungs) != ("a smaller batch or model, or a device with more memory" in text)
+    assert "rank 0 held at its peak" in text
     assert (f"the host holds {host} MB" in text) == bool(host)
     held, tried, _ = explained(name, options.get(name), peak=1000, device_name="CPU (x)")
     assert "offload" not in " ".join(tried) and held.get("offloaded", 0) == host
 
 
 def test_what_a_run_needs_that_died():
-    """Its record says "running", and has no peak. No formula knows the activations of an LSTM."""
+    """Its record says "running", and has no peak."""
     bert = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "dropout": 0.0}
     held, tried, text = explained("ddp", work=bert, parameters=PSI, per_device_batch_size=4)
     step = memory.memory_of("ddp", BASE, 4, 384, 4, "no", True)
     assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
-    _, tried, text = explained("baseline", per_device_batch_size=9, activation_checkpointing=None)
-    first = "--per_device_train_batch_size 1 --gradient_accumulation_steps 9"
-    assert list(tried.items())[0] == (first, "not known")
-    assert "no formula here knows those of this model" in text and "--activation_ch" not in text
 
 
-@pytest.mark.parametrize("name", ["mnist/ddp-1x2-r1", "bert/fsdp-1x2-r1"])
+def test_no_formula_of_bert_says_what_a_smaller_batch_saves_an_lstm():
+    """With a peak and without: parameters, gradients and states are those of any model."""
+    for peak in (0, 5000):
+        changes = {"per_device_batch_size": 9, "activation_checkpointing": None, "peak": peak}
+        held, tried, text = explained("baseline", **changes)
+        assert (held["parameters"], held["gradients"], held["optimizer states"]) == (100, 100, 200)
+        assert "batch_size 1" not in " ".join(tried) and "--activation_ch" not in text
+        assert "a smaller batch saves is not known" in text and len(tried) == 3
+    *_, text = explained("baseline", parameters=20_000, peak=5000)
+    assert "a smaller batch or model" in text
+
+
+@pytest.mark.parametrize("name", ["ddp-1x2-r1", "fsdp-1x2-r1"])
 def test_a_real_record_is_explained(name, example_records, fit_says):
     path = example_records / name / "run.json"
     _, out = fit_says(str(path))

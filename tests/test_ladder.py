@@ -18,7 +18,7 @@ from planning import facts, memory
 
 CLIPPED = ["--max_grad_norm", 1.0, "--checkpointing_steps", 5]
 HSDP_SIZES = ("dp_replicate_size", "dp_shard_size")
-AGAIN = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]  # of a rung
+RUNG_FLAGS = [*flags(4, 2), *CLIPPED, "--activation_checkpointing"]
 PAGE = (ROOT / "docs" / "lab" / "12-ladder.md").read_text()
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """YAML -> the Result of a run that clips: of two processes, or of one with twice the batch. The
-    rungs accumulate and recompute besides, and note what each rank holds.
+    rungs accumulate and checkpoint activations besides, and note what each rank holds.
     """
 
     @functools.cache
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         if name in RUNGS:
             spy = {"SPY_DIR": str(folder), "SPY_BYTES": "1"}
-            return launch(name, SCRIPT, folder, *AGAIN, env=spy)
+            return launch(name, SCRIPT, folder, *RUNG_FLAGS, env=spy)
         batch = {"baseline": 16, "hsdp": 4}.get(name, 8)
         return launch(name, SCRIPT, folder, *flags(batch), *CLIPPED)
 
@@ -105,7 +105,7 @@ def climbed(tmp_path_factory):
     return done
 
 
-def test_what_does_not_fit_under_ddp_fits_under_fsdp_that_recomputes(climbed):
+def test_what_does_not_fit_under_ddp_fits_under_fsdp_with_activation_checkpointing(climbed):
     """Under the same limit. One line says so, and names a command that prints what is pasted; only
     what is measured may differ.
     """
@@ -132,12 +132,16 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
     assert all(climbed.out.count(f"\n| {name} ") == 5 for name in RUNGS), "five tables"
     [(_, table), *_] = blocks_of(PAGE)
     assert set(table.splitlines()) <= {"...", *climbed.out.splitlines()}
-    at_once, in_four, again = (
+    at_once, in_four, checkpointing = (
         {row[0]: row[6] for row in table_of(text, "MB")}
         for text in climbed.out.split("parameters, 2 x 900 MB")[1:4]
     )
-    said = {"1-ddp": at_once["ddp"], "2-accumulate": in_four["ddp"], "3-recompute": again["ddp"]}
-    said |= {"4-fsdp_keep": again["fsdp_keep"], "5-fsdp": again["fsdp"]}
+    said = {
+        "1-ddp": at_once["ddp"],
+        "2-accumulate": in_four["ddp"],
+        "3-checkpointing": checkpointing["ddp"],
+    }
+    said |= {"4-fsdp_keep": checkpointing["fsdp_keep"], "5-fsdp": checkpointing["fsdp"]}
     rows = {name.strip("`"): more for name, *more in table_of(PAGE, "run ")[1:]}
     assert {name: total.split(" + ")[0] for name, (_, total, _) in rows.items()} == said
     assert rows.pop("1-ddp")[2] == "out of memory"
@@ -154,4 +158,4 @@ def test_each_rung_of_the_page_holds_what_fit_says(climbed):
         losses.append([loss for _, loss in record["loss_history"]])
         assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
     text = (climbed.folder / "runs" / "ladder" / "report.md").read_text()
-    assert "| fsdp_keep, recomputing " in text and "MB of training alone" in text
+    assert "| FSDP keep, activation checkpointing " in text and "MB of training alone" in text

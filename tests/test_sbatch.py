@@ -17,8 +17,6 @@ import torch
 from conftest import ROOT, RUNGS, STRATEGIES, launch
 from test_bert import TINY
 
-from planning import links
-
 pytestmark = pytest.mark.slow
 TORCH_IS_IN = os.path.dirname(os.path.dirname(torch.__file__))
 BERT = [*TINY, "--max_train_steps", "12", "--per_device_train_batch_size", "8", "--dropout", "0"]
@@ -93,7 +91,9 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
         assert line in log
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
-    formula = links.bytes_sent(name, record["parameters"], 2, gloo=True)
+    # Copies of the parameters that two ranks send over gloo, which has no reduce-scatter.
+    copies = {"ddp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp_keep": 1.5, "fsdp": 2, "zero3": 1.5}
+    formula = copies[name.removesuffix("_offload")] * 4 * record["parameters"]
     assert bytes_between_nodes(tmp_path, (0, 1)) == pytest.approx(formula, rel=0.05)
 
 
@@ -242,11 +242,10 @@ def test_check_measures_the_link(start, tmp_path):
     assert log.count("backend gloo") == log.count("33,554,432") == log.count("fit: ") == 1
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         line = record["collectives"][name]
-        sizes, *columns = zip(*line["times"], strict=True)
-        assert sizes == tuple(2**power for power in range(7, 26, 2)) and min(map(min, columns)) > 0
+        sizes, seconds = zip(*line["times"], strict=True)
+        assert sizes == tuple(2**power for power in range(7, 26, 2)) and min(seconds) > 0
         assert line["latency_seconds"] >= 0 and line["bandwidth_bytes_per_second"] > 0
         assert log.count(f" {name}: ") == 1 and 0 <= line["residual"] < 1
-    assert 0 <= record["busy"] <= 1
     assert "skipped: torch sees no GPU" in full()
 
 
@@ -358,27 +357,27 @@ def sweep(*words, env=None, stdin=subprocess.DEVNULL, cwd=ROOT):
 def test_sweep_says_what_it_may_cost_and_asks(tmp_path):
     """Without Slurm: `sbatch` is a function that leaves a line for each job."""
     out = sweep("--dry_run", "--minutes", 30).stdout
-    # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour, and
-    # 2 x (2 + 2 + 4) GPUs x 1/12 hour for checks; 109 million weights of 4 bytes: of 19 runs of the
-    # first repeat, and in a run's two copies and three checkpoints with two states of each
-    much = "45 jobs, at most {} GPU-hours and 13.1 GB of disk".format
-    assert f"38 runs of train_bert_squad.py \n{much(44.3)}" in out
-    assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 44
+    # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour; 109 million
+    # weights of 4 bytes: of 19 runs of the first repeat, and in a run's two copies and three
+    # checkpoints with two states of each
+    much = "39 jobs, at most {} GPU-hours and 13.1 GB of disk".format
+    assert f"38 runs of train_bert_squad.py \n{much(43.0)}" in out
+    assert len(re.findall(r"^\S+-r[12]: \d node.s. x \d GPU.s., at most", out, re.M)) == 38
     jobs, (keys, terminal) = tmp_path / "jobs", os.openpty()
     told = f"() {{ echo \"${{DROP_WHEN_COMPLETED:-}} $@\" >>'{jobs}'; echo 7; }}"
     env = {"BASH_FUNC_sbatch%%": told}
-    assert f"error: {much(87.3)}: add --yes, or lower --repeats" in sweep(env=env).stderr
+    assert f"error: {much(86.0)}: add --yes, or lower --repeats" in sweep(env=env).stderr
     os.write(keys, b"n\ny\n")
     assert sweep(env=env, stdin=terminal).stderr.endswith("error: nothing was submitted\n")
     for done in (
         sweep("--output_dir", tmp_path / "asked", env=env, stdin=terminal),
         sweep("--output_dir", tmp_path / "yes", "--yes", env=env),
     ):
-        assert much(87.3) in done.stdout and "44 jobs, then the report" in done.stdout, done.stderr
+        assert much(86.0) in done.stdout and "38 jobs, then the report" in done.stdout, done.stderr
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
-    assert "42 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
-    assert jobs.read_text().count("\n") == 45 + 45 + 43
-    assert jobs.read_text().count("--dependency=afterany:7 ") == 44 + 44 + 42, "not in turns"
+    assert "36 jobs, then the report" in cpus.stdout  # without GPUs there is no DP
+    assert jobs.read_text().count("\n") == 39 + 39 + 37
+    assert jobs.read_text().count("--dependency=afterany:7 ") == 38 + 38 + 36, "not in turns"
     keeps = {line.startswith("checkpoints best --") for line in open(jobs) if "-r1 " in line}
     drops = {line.startswith("checkpoints best model.saf") for line in open(jobs) if "-r2 " in line}
     assert keeps == drops == {True}

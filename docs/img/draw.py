@@ -246,9 +246,7 @@ NAMES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 
 
 def measured_steps():
-    """{(link, strategy): (ms of a step on one process alone, ms on two nodes, MB sent)}."""
-    from planning.links import bytes_sent
-
+    """{(link, strategy): ms of a step on one process alone, and on two nodes}."""
     found = {}
     with tarfile.open(MEASURED) as records:
         for link, name in itertools.product(SPEEDS, NAMES):
@@ -256,9 +254,9 @@ def measured_steps():
                 json.load(records.extractfile(f"{link}/bert/{name}-{nodes}x1-r1/run.json"))
                 for nodes in (1, 2)
             ]
-            took = [1000 * run["global_batch_size"] / run["samples_per_second"] for run in runs]
-            sent = bytes_sent(name, runs[1]["parameters"], 2, gloo=True) / 1e6
-            found[link, name] = (*took, sent)
+            found[link, name] = [
+                1000 * run["global_batch_size"] / run["samples_per_second"] for run in runs
+            ]
     return found
 
 
@@ -269,7 +267,7 @@ def slow(picture):
         picture.text(LEFT, y + 12, f"One step over {speed}, measured", weight="bold")
         y += 20
         for name, title in NAMES.items():
-            alone, two, sent = found[link, name]
+            alone, two = found[link, name]
             picture.text(LEFT - 8, y + 16, title, "end")
             picture.box(LEFT, y, alone * scale, 22, SKY, f"{alone:.0f}")
             picture.box(
@@ -280,9 +278,7 @@ def slow(picture):
                 PINK,
                 f"+{round(two) - round(alone)}" if (two - alone) * scale > 24 else "",
             )
-            picture.text(
-                LEFT + two * scale + 6, y + 16, f"{two:.0f} ms; a rank sends {sent:.1f} MB", size=11
-            )
+            picture.text(LEFT + two * scale + 6, y + 16, f"{two:.0f} ms", size=11)
             y += 26
         y += 8
     y = picture.legend(
@@ -295,10 +291,7 @@ def slow(picture):
     return explain(
         picture,
         y - 4,
-        [
-            "A BERT with 0.4 million parameters, one CPU process on each node, gloo",
-            "MB: by formula",
-        ],
+        ["A BERT with 0.4 million parameters, one CPU process on each node, gloo"],
     )
 
 

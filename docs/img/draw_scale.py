@@ -1,11 +1,10 @@
 """What BERT-base sends under each strategy on 2 to 4,096 devices: the table of docs/scale.md, and
 its pictures.
 
-    python docs/img/draw_scale.py [FOLDER]    # by the formulas of planning/, in a few seconds
-    python docs/img/draw_scale.py --count     # and six dry runs of 512 ranks, half a minute each
+    python docs/img/draw_scale.py [FOLDER]    # from docs/results/scale/counts.json
+    python docs/img/draw_scale.py --count     # and 28 dry runs for it, half a minute each
 
-BERT-base is in fp32, and a node has eight devices. A dry run counts the same as the formulas: they
-are in docs/results/scale/counts.json, and tests hold both to each other.
+BERT-base is in fp32, and a node has eight devices.
 """
 
 import argparse
@@ -24,8 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
 
 from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
 
-from planning import traffic  # noqa: E402
-from planning.links import bus_share  # noqa: E402
+from planning.facts import bus_share  # noqa: E402
 
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
@@ -36,19 +34,11 @@ BASE = {
     "num_attention_heads": 12,
     "vocab_size": 30522,
 }
-ROW = {
-    "layers": 12,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "positions": 512,
-    "tensors": None,
-    "parameters": 108_893_186,
-}
 DEVICES = [2, 8, 64, 512, 4096]
-COUNTED = 512
 PER_NODE = 8
 OTHER = "zero2, other setting"  # zero2.yaml with use_multi_rank_bucket_allreduce as it is not
 SETTING = "use_multi_rank_bucket_allreduce"
+KEPT = json.loads(COUNTS.read_text())
 COLOURS = {
     "ddp": "black",
     "fsdp": BLUE,
@@ -59,47 +49,25 @@ COLOURS = {
 }
 
 
-def options_of(strategy):
-    """What a record would call strategy_options."""
-    if strategy == "hsdp":
-        return {"dp_shard_size": PER_NODE}
-    if not strategy.startswith("zero"):
-        return {}
-    path = ROOT / "accelerate_configs" / f"{strategy.split(',')[0]}.json"
-    options = json.loads(path.read_text())["zero_optimization"]
-    return options | ({SETTING: not options[SETTING]} if strategy == OTHER else {})
-
-
-def calls_by_formula(strategy, devices):
-    """[(kind, ranks of the group, bytes)] of a step."""
-    name = strategy.split(",")[0]
-    steps = traffic.steps_of(name, traffic.parts_of(ROW), devices, options=options_of(strategy))
-    return [(call.name, call.ranks or devices, call.bytes) for call in traffic.calls_of(steps)]
-
-
-def by_level(strategy, devices):
+def by_level(cell):
     """Calls of a step, and the bytes of their tensors, inside a node and between nodes; and the
-    bytes that a device sends for them, as `bus_share` says. HSDP's first groups are in a node; all
-    other groups have all devices.
+    bytes that a device sends for them, as `bus_share` says. Of DDP without its broadcast of
+    buffers, and without single numbers.
     """
     found = dict.fromkeys(("calls", "inside", "between", "sent inside", "sent between"), 0)
-    for kind, ranks, size in calls_by_formula(strategy, devices):
-        inside = devices <= PER_NODE or strategy == "hsdp" and kind != "all_reduce"
-        level = "inside" if inside else "between"
-        found["calls"] += 1
-        found[level] += size
-        found[f"sent {level}"] += size * bus_share(kind, ranks)
+    for row in cell["collectives"]:
+        if row["kind"] == "broadcast" or row["bytes"] <= 8:
+            continue
+        level = "between" if row["nodes"] > 1 else "inside"
+        found["calls"] += row["calls"]
+        found[level] += row["bytes"]
+        found[f"sent {level}"] += row["bytes"] * bus_share(row["kind"], row["group_size"])
     return found
 
 
 def cells():
     """{(strategy, devices): what `by_level` says}. With one node HSDP is FSDP."""
-    return {
-        (strategy, devices): by_level(strategy, devices)
-        for strategy in COLOURS
-        for devices in DEVICES
-        if strategy != "hsdp" or devices > PER_NODE
-    }
+    return {(cell["strategy"], cell["devices"]): by_level(cell) for cell in KEPT}
 
 
 def table(found):
@@ -132,12 +100,13 @@ def make_inputs(folder):
     paragraph["context"] = paragraph["context"].split(". ")[0]
     answers = [{"text": paragraph["context"][:5], "answer_start": 0}]
     asked = [
-        {"id": str(number), "question": "what?", "answers": answers} for number in range(COUNTED)
+        {"id": str(number), "question": "what?", "answers": answers}
+        for number in range(DEVICES[-1])
     ]
     article = {"title": "", "paragraphs": [paragraph | {"qas": asked}]}
     (folder / "questions.json").write_text(json.dumps({"data": [article]}))
     settings = json.loads((ROOT / "accelerate_configs" / "zero2.json").read_text())
-    settings["zero_optimization"] = options_of(OTHER)
+    settings["zero_optimization"][SETTING] = not settings["zero_optimization"][SETTING]
     (folder / "other.json").write_text(json.dumps(settings))
     text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
     (folder / f"{OTHER}.yaml").write_text(
@@ -177,11 +146,16 @@ def count(strategy, devices, folder, words):
 
 
 def count_all():
-    """Count all strategies on COUNTED devices, and write them down."""
+    """Count all strategies on all numbers of devices, and write them down."""
     with tempfile.TemporaryDirectory() as folder:
         words = make_inputs(Path(folder))
-        counted = [count(strategy, COUNTED, Path(folder), words) for strategy in COLOURS]
-    lines = ",\n".join(json.dumps(cell) for cell in counted)
+        KEPT[:] = [
+            count(strategy, devices, Path(folder), words)
+            for devices in DEVICES
+            for strategy in COLOURS
+            if strategy != "hsdp" or devices > PER_NODE
+        ]
+    lines = ",\n".join(json.dumps(cell) for cell in KEPT)
     COUNTS.write_text(f"[\n{lines}\n]\n")
 
 
@@ -248,7 +222,7 @@ def draw(found, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--count", action="store_true", help="count 512 ranks anew before")
+    parser.add_argument("--count", action="store_true", help="count anew before")
     args = parser.parse_args()
     if args.count:
         count_all()

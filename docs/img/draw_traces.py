@@ -1,6 +1,8 @@
 """Draw one step of profiled runs on CPUs as SVG, a picture per run:
 
     python docs/img/draw_traces.py RUN ... --to FOLDER   # FOLDER/RUN.svg, from the runs' traces
+    python docs/img/draw_traces.py --shares RUN ...      # no picture: where the time of all 5 steps
+                                                         # went, as a table
     python docs/img/draw_traces.py                       # those in docs/img/traces again
 
 A RUN is the --output_dir of a run with --profile. FOLDER/traces.json keeps what is drawn: a few kB
@@ -16,23 +18,96 @@ from pathlib import Path
 from picture import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from reporting import splitting  # noqa: E402
-from reporting.splitting import covered, length  # noqa: E402
+from planning import printing  # noqa: E402
 
 COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
 GRAIN = 0.5  # ms: what is nearer than that is drawn as one box
 
 
 def read_events(path):
-    """The events of a trace that last, in ms."""
+    """The events of a trace (traces/profile_RANK.json) that last, in ms."""
     return [
         event | {"ts": event["ts"] / 1000, "dur": event["dur"] / 1000}
-        for event in splitting.read_events(path)
+        for event in json.loads(Path(path).read_bytes())["traceEvents"]
+        if event.get("ph") == "X"
     ]
 
 
 def span(event):
     return event["ts"], event["ts"] + event["dur"]
+
+
+def covered(spans):
+    """Disjoint spans, in order, that cover the same as these."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(spans):
+    """How long these spans are together, without counting anything twice."""
+    return sum(end - start for start, end in covered(spans))
+
+
+LOADING = "enumerate(DataLoader)"  # how torch names the spans in which a DataLoader makes a batch
+
+
+def shares_of(events):
+    """Shares of the traced steps among these events, which add up to 1: computation alone,
+    computation that hides communication, communication alone, loading data, and none of them:
+    Python, and idleness. Raises ValueError or KeyError if there are none.
+
+    On a GPU only the GPU's own time line counts, as the CPU runs ahead of it: kernels and copies
+    are work, and Kineto's gpu_user_annotation tells which of them belong to a step or to loading.
+    """
+    gpu_work = {"kernel", "gpu_memcpy", "gpu_memset"}
+    on_gpu = any(event.get("cat") in gpu_work for event in events)
+    annotation = "gpu_user_annotation" if on_gpu else "user_annotation"
+    spans = {"step": [], "communication": [], "data": [], "compute": []}
+    for event in events:
+        name, kind = event["name"], event.get("cat")
+        if kind == annotation and name.startswith("ProfilerStep"):
+            spans["step"].append(span(event))
+        elif name.startswith("gloo:") or kind == "kernel" and "nccl" in name.lower():
+            spans["communication"].append(span(event))
+        elif kind == annotation and name.startswith(LOADING):
+            spans["data"].append(span(event))
+        elif kind in gpu_work or not on_gpu and kind == "cpu_op" and name.startswith("aten::"):
+            spans["compute"].append(span(event))
+    if not spans["step"]:
+        raise ValueError("no traced steps")
+    start, end = min(spans["step"])[0], max(end for _, end in spans["step"])
+    clipped = {
+        key: [(max(a, start), min(b, end)) for a, b in value if b > start and a < end]
+        for key, value in spans.items()
+    }
+    calls, compute = clipped["communication"], clipped["compute"]
+    communication, loading = length(calls), length(calls + clipped["data"])
+    hidden = communication + length(compute) - length(calls + compute)
+    busy = length(calls + clipped["data"] + compute)
+    parts = {
+        "computation": busy - loading,
+        "both at once": hidden,
+        "communication": communication - hidden,
+        "loading data": loading - communication,
+        "neither": end - start - busy,
+    }
+    return {name: part / (end - start) for name, part in parts.items()}
+
+
+def table_of_shares(runs):
+    """The shares of the traced steps of each rank of these runs, as Markdown."""
+    rows = []
+    for run in runs:
+        for rank in range(json.loads((run / "run.json").read_bytes())["devices"]):
+            shares = shares_of(read_events(run / "traces" / f"profile_{rank}.json"))
+            head = ["run", "rank", *shares]
+            rows.append([run.name, str(rank), *(f"{share:.0%}" for share in shares.values())])
+    return printing.markdown_table([head, *rows])
 
 
 def steps_of(events):
@@ -69,7 +144,7 @@ def reduce_run(folder, chosen=None):
 
 
 def reduce_step(events, start, end, zero):
-    """A rank's step: its collectives in order, the spans of its phases, and report.py's shares."""
+    """A rank's step: its collectives in order, the spans of its phases, and its shares."""
 
     def is_inside(event):
         begin, stop = span(event)
@@ -94,7 +169,7 @@ def reduce_step(events, start, end, zero):
         for event in inside
         if event["name"].startswith("gloo:") and event["ts"] >= start
     )
-    shares = splitting.shares_of(inside)
+    shares = shares_of(inside)
 
     def place(time):
         return round(min(max(time, start), end) - zero, 2)
@@ -326,14 +401,19 @@ def main():
         choices=range(1, 6),
         help="which of the 5 traced steps (default: the one of median length)",
     )
+    parser.add_argument(
+        "--shares", action="store_true", help="print where the time of all traced steps went"
+    )
     args = parser.parse_args()
+    try:
+        if args.shares:
+            return print(table_of_shares(args.runs))
+        traced = {run.name: reduce_run(run, args.step) for run in args.runs}
+    except (OSError, LookupError, TypeError, ValueError) as problem:
+        printing.stop(f"this is no run with --profile ({type(problem).__name__}: {problem})")
     file = args.to / "traces.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
-    for run in args.runs:
-        try:
-            kept[run.name] = reduce_run(run, args.step)
-        except (OSError, LookupError, TypeError, ValueError) as problem:
-            sys.exit(f"error: {run} is no run with --profile ({type(problem).__name__}: {problem})")
+    kept |= traced
     if args.runs:
         args.to.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in kept.items())

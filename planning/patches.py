@@ -1,0 +1,133 @@
+"""What patches torch and accelerate for a dry run: the process groups, Accelerator.prepare, saving,
+and the loaders.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed import distributed_c10d
+
+from planning.counting import CountingGroup
+
+
+def connect_counting_groups(ranks, tally):
+    """From now on `torch.distributed.init_process_group` makes this process rank 0 of so many, and
+    all process groups are CountingGroups.
+    """
+
+    def make(options, _):
+        members = options.global_ranks_in_group or range(ranks)
+        return CountingGroup(options.group_rank, list(members), tally)
+
+    dist.Backend.register_backend("counting", make, extended_api=True, devices=["cpu"])
+    connect = distributed_c10d.init_process_group
+
+    def init_process_group(*args, **options):
+        connect("counting", store=dist.HashStore(), rank=0, world_size=ranks)
+
+    dist.init_process_group = distributed_c10d.init_process_group = init_process_group
+
+
+class StepWatch:
+    """Tells when a script is in a training step. A subclass says what happens then.
+
+    A step begins with a forward pass, with gradients, of a model that `Accelerator.prepare`
+    returned. It ends when the `step` of an optimizer that it returned is over, after the last
+    micro-batch. What a script does between two steps, such as logging, is in no step.
+    """
+
+    def __init__(self):
+        self.done = 0  # steps
+        self.in_step = False
+
+    def preparing(self, accelerator, model):
+        """`Accelerator.prepare` is about to prepare a model."""
+
+    def begin(self):
+        """A step begins."""
+
+    def before_update(self, model, optimizer):
+        """Gradients are reduced, and the optimizer comes next."""
+
+    def end(self):
+        """A step is over, and counted in `done`."""
+
+    def watch(self):
+        """Watch all that `Accelerator.prepare` returns from now on."""
+        watch, prepare = self, Accelerator.prepare
+
+        @functools.wraps(prepare)
+        def prepared(accelerator, *parts, **options):
+            for part in parts:
+                if isinstance(part, torch.nn.Module):
+                    watch.preparing(accelerator, part)
+            found = prepare(accelerator, *parts, **options)
+            whole = found if isinstance(found, (tuple, list)) else (found,)
+            models = [part for part in whole if isinstance(part, torch.nn.Module)]
+            optimizers = [part for part in whole if isinstance(part, AcceleratedOptimizer)]
+            for model in models:
+                model.register_forward_pre_hook(watch._forward, prepend=True)
+            for optimizer in optimizers:
+                watch._follow(accelerator, models[0] if models else None, optimizer)
+            return found
+
+        Accelerator.prepare = prepared
+
+    def _forward(self, *_):
+        if torch.is_grad_enabled() and not self.in_step:
+            self.in_step = True
+            self.begin()
+
+    def _follow(self, accelerator, model, optimizer):
+        own_step = optimizer.step
+        # DeepSpeed's engine steps at the end of the backward pass, and the optimizer not at all.
+        engine = model if hasattr(optimizer.optimizer, "loss_scaler") else None
+        update = engine.step if engine else None
+
+        def engine_step(*args, **options):
+            self.before_update(model, optimizer)
+            return update(*args, **options)
+
+        def step(*args, **options):
+            last = accelerator.sync_gradients
+            if last and not engine:
+                self.before_update(model, optimizer)
+            result = own_step(*args, **options)
+            if last:
+                self.done += 1
+                self.in_step = False
+                self.end()
+            return result
+
+        optimizer.step = step
+        if engine:
+            engine.step = engine_step
+
+
+def save_nothing():
+    """From now on `Accelerator.save_state` only makes the folder, where scripts may look. It would
+    wait for the other ranks' shards.
+    """
+
+    def save_state(accelerator, output_dir=None, **options):
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+
+    Accelerator.save_state = save_state
+
+
+def repeat_batches(times):
+    """From now on prepared loaders give their batches so many times, so that an epoch of one step
+    is long enough, and no evaluation comes between.
+    """
+    once = DataLoaderShard.__iter__
+
+    def repeated(loader):
+        for _ in range(times):
+            yield from once(loader)
+
+    DataLoaderShard.__iter__ = repeated
