@@ -12,7 +12,7 @@ from conftest import ROOT, Result
 
 pytestmark = pytest.mark.slow
 EPOCH, STEPS = 35, 1400
-FLAGS = "--dataset digits --num_epochs 40 --per_device_train_batch_size 20 --collective_timeout 15"
+FLAGS = "--dataset digits --num_epochs 40 --per_device_train_batch_size 20"
 TABLE = "| fault | strategy | seconds to recover | steps repeated |\n|---|---|---|---|"
 
 

@@ -245,7 +245,7 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypa
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
-        script.refuse_wrong_launch()
+        script.connect_ranks()
 
 
 @pytest.fixture

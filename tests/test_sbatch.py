@@ -114,7 +114,7 @@ def test_hsdp_shards_inside_the_nodes_that_slurm_granted(start, one_machine, tmp
     record = read(tmp_path / "run" / "run.json")
     assert (record["strategy"], record["nodes"], record["devices"]) == ("hsdp", 2, 4)
     sizes = record["strategy_options"]
-    assert (sizes["dp_replicate_size"], sizes["dp_shard_size"]) == (2, 2)
+    assert (sizes["dp_replicate_size"], sizes["dp_shard_size"]) == ("2", "2")
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
     gradients = 4 * record["parameters"]
@@ -209,7 +209,7 @@ def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
 
 def test_a_run_that_diverges_or_cannot_begin_is_not_queued_again(start, tmp_path):
     """A rank of the second node meets a NaN in the second epoch, after a checkpoint."""
-    env, run = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_NAN": "loss 1 15"}, tmp_path / "run"
+    env, run = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_NAN": "1 15"}, tmp_path / "run"
     diverges = start(
         "sbatch/2node.sh",
         "tests/spy.py",
