@@ -48,7 +48,10 @@ from transformers import BertForQuestionAnswering
 
 VERSION = "0.5.0"  # of the project; CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # Folders with other names are not the script's.
-FULL = "MemoryError|of memory|allocate memory|bad_alloc|ALLOC_FAILED|No space|StreamWriter|os error"
+FULL = (  # how libraries say that memory or a disk is full; a SystemExit has its own line
+    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|"
+    "No space|quota|StreamWriter|os error)"
+)
 BERT = "google-bert/bert-base-uncased"
 HUB_NAMES = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
@@ -487,7 +490,7 @@ def load_inputs(args):
             transformers.utils.cached_file(
                 name, "model.safetensors", _raise_exceptions_for_missing_entries=False
             )
-    except OSError as problem:  # of the network, the Hub, or a file
+    except (OSError, ValueError) as problem:  # of the network, the Hub, or a file
         abort(
             f"cannot load {name} or the questions: {problem}; without a network, "
             "run --prepare_data_only where there is one, or give files"
@@ -1031,9 +1034,9 @@ def make_accelerator(args):
         log_with="tensorboard" if args.with_tracking else None,
         project_dir=folder,
     )
-    strategy = name_strategy(accelerator.state, args, dp)
     if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
         abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
+    strategy = name_strategy(accelerator.state, args, dp)
     if strategy == "dp" and accelerator.mixed_precision == "bf16":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
     return accelerator, strategy
@@ -1116,7 +1119,7 @@ def say(line):
 
 def abort(message):
     """End the run with one line."""
-    sys.exit("error: " + " ".join(str(message).split()).removeprefix("error: "))
+    sys.exit("error: " + " ".join(str(message).split()))
 
 
 def cli():
@@ -1125,9 +1128,9 @@ def cli():
         main(parse_args())
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # Rank 0 ends first, and the launcher then ends this rank in silence.
-        if isinstance(problem, OSError) or re.search(FULL, type(problem).__name__ + str(problem)):
+        if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):
+            time.sleep(10)  # The launcher ends this rank in silence when another one has ended.
+        if isinstance(problem, OSError) or re.search(FULL, repr(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
     os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.

@@ -42,7 +42,10 @@ from tqdm import tqdm
 
 VERSION = "0.5.0"  # of the project; CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # Folders with other names are not the script's.
-FULL = "MemoryError|of memory|allocate memory|bad_alloc|ALLOC_FAILED|No space|StreamWriter|os error"
+FULL = (  # how libraries say that memory or a disk is full; a SystemExit has its own line
+    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|"
+    "No space|quota|StreamWriter|os error)"
+)
 
 
 def main(args):
@@ -131,7 +134,6 @@ def train(accelerator, args, parts, progress, signals, profiler):
                 if stopping:
                     raise KeyboardInterrupt
                 began = time.perf_counter()
-        # --resume repeats an evaluation that a signal or a kill has cut short.
         evaluate(accelerator, model, test_loader, progress, signals)
         keep_best(accelerator, model, progress)
 
@@ -203,7 +205,7 @@ def evaluate(accelerator, model, loader, progress, signals):
     """Note the accuracy, of each image once. A signal cuts it short. A collective."""
     began = time.perf_counter()
     model.eval()
-    right = []  # whether each answer is, on the device
+    right = []
     for rows, labels in loader:
         if any_signal(accelerator, signals):
             raise KeyboardInterrupt
@@ -314,12 +316,10 @@ class Images(TensorDataset):
 def make_loaders(accelerator, args, images, record):
     """The DataLoaders of both splits. A batch is that of all ranks, and each takes its part."""
     train_x, test_x, train_y, test_y = [values.to(accelerator.device) for values in images]
-    # The test images are scaled like the training images.
     std, mean = torch.std_mean(train_x.float(), correction=0)
     train_images = Images((train_x.float() - mean) / std, train_y)
     test_images = Images((test_x.float() - mean) / std, test_y)
-    # An epoch has only whole global batches. Accelerate orders the samples by its data_seed, which
-    # is --seed, and by the epoch.
+    # An epoch has whole global batches. Accelerate orders the samples by its data_seed and epoch.
     samples = len(train_y) - len(train_y) % record["global_batch_size"]
     if not samples:
         abort(f"the global batch of {record['global_batch_size']} is more than all samples")
@@ -574,9 +574,9 @@ def make_accelerator(args):
         log_with="tensorboard" if args.with_tracking else None,
         project_dir=folder,
     )
-    strategy = name_strategy(accelerator.state, args, dp)
     if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
         abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
+    strategy = name_strategy(accelerator.state, args, dp)
     if strategy == "dp" and accelerator.mixed_precision == "bf16":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
     return accelerator, strategy
@@ -659,7 +659,7 @@ def say(line):
 
 def abort(message):
     """End the run with one line."""
-    sys.exit("error: " + " ".join(str(message).split()).removeprefix("error: "))
+    sys.exit("error: " + " ".join(str(message).split()))
 
 
 def cli():
@@ -668,9 +668,9 @@ def cli():
         main(parse_args())
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # Rank 0 ends first, and the launcher then ends this rank in silence.
-        if isinstance(problem, OSError) or re.search(FULL, type(problem).__name__ + str(problem)):
+        if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):
+            time.sleep(10)  # The launcher ends this rank in silence when another one has ended.
+        if isinstance(problem, OSError) or re.search(FULL, repr(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
     os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.

@@ -104,8 +104,8 @@ def climbed(tmp_path_factory):
 
 
 def test_what_does_not_fit_under_ddp_fits_under_fsdp_with_activation_checkpointing(climbed):
-    """Under the same limit. One line says so, and fit.py prints what is pasted; only what is measured
-    may differ.
+    """Under the same limit. One line says so, and fit.py prints what is pasted; only what is
+    measured may differ.
     """
     [(_, pasted)] = [block for block in blocks_of(PAGE) if "1-ddp/run.json" in block[0]]
     [line] = re.findall("^error: .*$", climbed.err, re.M)
