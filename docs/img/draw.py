@@ -401,8 +401,8 @@ LIFE = {  # phases of a run: what each lane does in it
     "start": ("reads the YAML", "imports, connects", "imports, connects", ""),
     "open": ("waits", "locks, looks for a checkpoint", "waits for rank 0", "run.json: running"),
     "train": ("waits", "steps", "steps", ""),
-    "sync": ("waits", "losses, stop?, save", "losses, stop?, save", "step_N.partial, then step_N"),
-    "evaluate": ("waits", "its part of the test set", "its part", "best.new, then best"),
+    "log": ("waits", "losses, stop?, save", "losses, stop?, save", "partial, then step_N"),
+    "evaluate": ("waits", "its part of the test set", "its part", "best/"),
     "finish": ("waits", "gathers and saves the model", "sends its shards", "run.json: completed"),
 }
 
@@ -422,9 +422,9 @@ def inside(picture):
                 picture.box(66 + lane * wide, y, wide - 6, 26, fills[lane], text)
         y += 34
     collectives = (
-        "all ranks meet in open, sync, evaluate and finish, and in the backward of each step"
+        "all ranks meet in open, log, evaluate and finish, and in the backward of each step"
     )
-    return explain(picture, y - 4, ["time goes down", "train and sync repeat", collectives])
+    return explain(picture, y - 4, ["time goes down", "train and log repeat", collectives])
 
 
 # ----------------------------------------------------------------------------------- all pictures
