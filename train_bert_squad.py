@@ -212,7 +212,7 @@ def save_checkpoint(accelerator, progress):
     folder = Path(accelerator.project_dir) / "checkpoints"
     partial = folder / "partial"
     if accelerator.is_main_process and partial.exists():  # A killed run has left it.
-        partial.rename(folder / f"removed_{os.getpid()}")
+        partial.rename(folder / f"removed_{time.time_ns()}")
     accelerator.wait_for_everyone()
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()
@@ -223,7 +223,7 @@ def save_checkpoint(accelerator, progress):
         partial.rename(folder / f"step_{progress.step:08d}")
         for old in sorted(folder.glob(CHECKPOINT))[:-2]:
             # A kill while it is deleted leaves no half under the name of a complete one.
-            old.rename(folder / f"removed_{os.getpid()}_{old.name}")
+            old.rename(folder / f"removed_{time.time_ns()}_{old.name}")
         for removed in folder.glob("removed_*"):
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -904,7 +904,7 @@ def start(accelerator, progress, checkpoint):
         try:
             accelerator.load_state(checkpoint)
         except BaseException as problem:  # FSDP's CheckpointException is no Exception.
-            abort(f"cannot load {checkpoint}: remove it to resume from the one before; {problem!r}")
+            abort(f"cannot load {checkpoint}; if damaged, remove it for the one before: {problem}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
     # A handler runs in the middle of anything, so it only makes a note.
     signals = []

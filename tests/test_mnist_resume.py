@@ -176,7 +176,7 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
 
     line = spied("zero3", tmp_path, "--resume", ok=False).error_line()
-    assert f"cannot load {folder / names[1]}: remove it to resume from the one before" in line
+    assert f"cannot load {folder / names[1]}; if damaged, remove it for the one before" in line
     shutil.rmtree(folder / names[1])
     stopped = spied("zero3", tmp_path, "--resume", SPY_SIGNAL="SIGTERM 0 0")
     assert step_of(stopped.record["resumed_from"]) == 7 and stopped.record["steps"] == 8
