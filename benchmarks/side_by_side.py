@@ -24,10 +24,8 @@ def launcher(strategy):
     ]
 
 
-def record(strategy, script, *flags, root=ROOT, precision="no", dynamo="no"):
-    """The run.json of a run of a script under a strategy's YAML, both of the checkout `root`; and
-    what it "printed".
-    """
+def record(strategy, script, *flags, precision="no", dynamo="no"):
+    """The run.json of a run of a script under a strategy's YAML, and what it "printed"."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -41,15 +39,13 @@ def record(strategy, script, *flags, root=ROOT, precision="no", dynamo="no"):
             folder,
             *map(str, flags),
         ]
-        done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
         return json.loads((Path(folder) / "run.json").read_text()) | {"printed": done.stdout}
 
 
-def role(file, *arguments, launcher=()):
-    """Run `file --role ...` in a fresh process, optionally under a launcher. Returns the JSON that
-    it prints after "number:".
-    """
-    command = [sys.executable, *launcher, file, "--role", *map(str, arguments)]
+def role(file, *arguments):
+    """Run `file --role ...` in a fresh process. Returns the JSON that it prints after "number:"."""
+    command = [sys.executable, file, "--role", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.split("number:")[1].splitlines()[0])
 

@@ -167,14 +167,23 @@ class Workload:
 # -------- workloads and cells
 
 
+def find_differences(workloads: list[dict[str, Any]]) -> list[str]:
+    """The names of what is not the same in all of these. A version that is not known differs from
+    nothing.
+    """
+    found = []
+    for name in dict.fromkeys(name for values in workloads for name in values):
+        values = [values.get(name) for values in workloads]
+        if name in VERSIONS:
+            values = [value for value in values if value is not None]
+        if any(value != values[0] for value in values):
+            found.append(name)
+    return found
+
+
 def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two runs had the same to do, and did it with the same libraries."""
-    for name in one.keys() | other.keys():
-        values = one.get(name), other.get(name)
-        known = name not in VERSIONS or None not in values
-        if known and values[0] != values[1]:
-            return False
-    return True
+    return not find_differences([one, other])
 
 
 def find_workloads(runs: list[Run]) -> list[Workload]:

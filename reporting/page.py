@@ -14,7 +14,15 @@ import markdown
 from planning.facts import STRATEGIES
 from planning.printing import markdown_table
 from reporting.answer import sentences
-from reporting.comparing import Cell, Comparison, Workload, faults, name_strategy, order_of
+from reporting.comparing import (
+    Cell,
+    Comparison,
+    Workload,
+    faults,
+    find_differences,
+    name_strategy,
+    order_of,
+)
 from reporting.records import Run
 
 WIDE = 6  # strategies in a table of the first page; more of them make another table
@@ -79,9 +87,8 @@ def title(workload: Workload, workloads: list[Workload]) -> str:
 
 
 def differing(workloads: list[Workload]) -> list[str]:
-    """The names of what must be the same, in which these workloads differ."""
-    names = dict.fromkeys(name for workload in workloads for name in workload.values)
-    return [name for name in names if len({one.values.get(name) for one in workloads}) > 1]
+    """The names in which these workloads differ."""
+    return find_differences([workload.values for workload in workloads])
 
 
 def in_words(values: dict[str, Any], names: Iterable[str]) -> list[str]:

@@ -155,6 +155,10 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
     assert run_report_rows["old"]["repeats"] == "1" and text.count("DDP on 1 x 2") >= 2
     own, _ = report_of(tmp_path / "one", **named("base baseline, ddp ddp 2 60"), new=runs["new"])
     assert own["new"]["speedup"] == "2.0" and len(own) == 3
+    # Nor does the page name such a version where workloads differ in something else.
+    drops = record("zero2", 2, 50, work={"dropout": 0.5}, versions=runs["new"]["versions"])
+    _, text = report_of(tmp_path / "other", **named("base baseline"), drops=drops)
+    assert "they differ in dropout.\n" in text
 
 
 def test_ranks_on_other_devices_are_another_workload(tmp_path):
