@@ -38,19 +38,25 @@ import datasets
 import numpy as np
 import psutil
 import torch
+import torch._dynamo  # torch 2.15 imports it for the first optimizer, which would count as memory.
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState, utils
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
-from tqdm import tqdm
 from transformers import BertForQuestionAnswering
 
 VERSION = "0.5.0"  # of the project; CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # Folders with other names are not the script's.
-FULL = (  # how libraries say that memory or a disk is full; a SystemExit has its own line
-    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|"
-    "No space|quota|StreamWriter|os error)"
+KNOWN = (  # how libraries say what a user can mend; a SystemExit has its own line
+    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|No space|"
+    "quota|StreamWriter|os error|UnicodeEncodeError|dropout probability|invalid truth value|"
+    "Size mismatch between tensors|transformer layer class|dimension for FSDP|fp16 is not supp|"
+    "train_batch_size|ZeRO optimization config|.auto. entries|WordPiece|deserializing|MASTER_ADDR)"
+)
+HONOURED = (  # in DeepSpeed's JSON
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps bf16 fp16 timers "
+    "gradient_clipping zero_optimization zero_force_ds_cpu_optimizer steps_per_print comms_logger"
 )
 BERT = "google-bert/bert-base-uncased"
 HUB_NAMES = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
@@ -59,8 +65,8 @@ HUB_NAMES = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 def main(args):
     """Do one run, from its flags to its record."""
     accelerator, strategy = make_accelerator(args)
-    # accelerate 1.15 says False, and torch gives up after 8 widths. Remove this when it says None.
-    accelerator.state.dynamo_plugin.dynamic = accelerator.state.dynamo_plugin.dynamic or None
+    # accelerate 1.15 says False, and torch would give up after 8 widths. None lets widths differ.
+    accelerator.state.dynamo_plugin.dynamic = None
     # Rank 0 goes first and fills the caches. Then one rank of each node loads, and then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         config, tokenizer, train_set, eval_set = load_inputs(args)
@@ -95,14 +101,13 @@ def main(args):
     with accelerator.profile() if args.profile else contextlib.nullcontext() as profiler:
         try:
             train(accelerator, args, parts, progress, signals, profiler)
+            save_model(accelerator, model, tokenizer, accelerator.project_dir)
             status = "completed"
         except KeyboardInterrupt:  # All ranks have agreed to stop.
             status = "preempted"
         except FloatingPointError as problem:  # Every rank raises it.
             write_record(accelerator, record, rank, progress, "failed")
             abort(f"{problem}: not saved; --resume, or start afresh with a lower --learning_rate")
-    if status == "completed":
-        save_model(accelerator, model, tokenizer, accelerator.project_dir)
     record |= describe_tokens(progress)
     write_record(accelerator, record, rank, progress, status)
     accelerator.end_training()
@@ -113,8 +118,6 @@ def train(accelerator, args, parts, progress, signals, profiler):
     FloatingPointError if a loss is not finite: on all ranks.
     """
     model, optimizer, schedule, train_loader, eval_loader, tokenizer = parts
-    hidden = not accelerator.is_main_process or None  # None shows the bar in a terminal only.
-    bar = tqdm(total=progress.steps, initial=progress.step, disable=hidden)
     save_every = args.checkpointing_steps or progress.steps
     losses = []  # of the micro-batches since the last log, on the device
     sizes = []  # of the same micro-batches: tokens without and with padding
@@ -141,7 +144,7 @@ def train(accelerator, args, parts, progress, signals, profiler):
                 profiler.step()
             saving = progress.step == last_step or progress.step % save_every == 0
             if saving or progress.step % args.logging_steps == 0:
-                log_losses(accelerator, losses, began, progress, bar)
+                log_losses(accelerator, losses, began, progress)
                 count_tokens(accelerator, sizes, progress)
                 stopping = any_signal(accelerator, signals)
                 if saving or stopping:
@@ -162,14 +165,11 @@ def batches_left(accelerator, loader, epoch, progress):
     done = progress.step - epoch * progress.steps_per_epoch
     if done:
         loader = accelerator.skip_first_batches(loader, done * accumulation)
-        loader._non_blocking = True  # accelerate 1.15 forgets it.
     return itertools.islice(loader, (progress.steps - progress.step) * accumulation)
 
 
-def log_losses(accelerator, losses, began, progress, bar):
-    """Read the losses of the steps since `began`, and show the last one. Raises FloatingPointError
-    if one is not finite. A collective.
-    """
+def log_losses(accelerator, losses, began, progress):
+    """Read the losses since `began`. Raises FloatingPointError for inf or NaN. A collective."""
     means = torch.stack(losses).view(-1, accelerator.gradient_accumulation_steps).mean(1)
     means = accelerator.reduce(means, "mean").tolist()  # over all ranks; it waits for the device
     seconds = time.perf_counter() - began
@@ -183,10 +183,7 @@ def log_losses(accelerator, losses, began, progress, bar):
             raise FloatingPointError(f"the training loss of step {step} is {loss}")
         progress.losses.append(loss)
     accelerator.log({"loss": loss}, step)
-    bar.set_postfix(loss=loss, refresh=False)
-    bar.update(step - bar.n)
-    if bar.disable:  # Without a terminal, the output is a log.
-        say(f"step {step}/{progress.steps}: loss {loss:.4f}, {progress.rates[-1]:.2f} steps/s")
+    say(f"step {step}/{progress.steps}: loss {loss:.4f}, {progress.rates[-1]:.2f} steps/s")
 
 
 def count_tokens(accelerator, sizes, progress):
@@ -211,13 +208,8 @@ def save_checkpoint(accelerator, progress):
     """Save what --resume needs. It gets its name when all of it is on disk. A collective."""
     folder = Path(accelerator.project_dir) / "checkpoints"
     partial = folder / "partial"
-    if accelerator.is_main_process and partial.exists():  # A killed run has left it.
-        partial.rename(folder / f"removed_{time.time_ns()}")
-    accelerator.wait_for_everyone()
-    accelerator.save_state(partial)
-    accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process:
-        os.sync()
+    accelerator.save_state(partial, safe_serialization=False)  # safetensors hides its files.
+    os.sync()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -291,6 +283,8 @@ def save_model(accelerator, model, tokenizer, folder):
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
         utils.save(weights, f"{folder}/.partial", safe_serialization=True)
+        # safetensors lets nobody else read a file, so it gets the mode of another.
+        shutil.copymode(f"{accelerator.project_dir}/.lock", f"{folder}/.partial")
         os.replace(f"{folder}/.partial", f"{folder}/model.safetensors")
         config = accelerator.unwrap_model(model, keep_torch_compile=False).config
         config.architectures = ["BertForQuestionAnswering"]  # FSDP2 renames the class.
@@ -442,11 +436,17 @@ def load_model(args, config):
         model = BertForQuestionAnswering(config)
     else:
         model, loading = BertForQuestionAnswering.from_pretrained(
-            name, config=config, attn_implementation="sdpa", output_loading_info=True
+            name,
+            config=config,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-        missing = [key for key in loading["missing_keys"] if not key.startswith("qa_outputs.")]
-        if missing:
-            abort(f"the weights of {name} lack {len(missing)} parameters, such as {missing[0]}")
+        # Lists of missing, unexpected and misshapen weights. Heads may differ, for other tasks.
+        keys = sorted(str(key) for keys in loading.values() for key in keys)
+        wrong = [key for key in keys if re.search("encoder|embeddings[.](?!position_ids)", key)]
+        if wrong:
+            abort(f"{len(wrong)} weights of {name} do not fit its config.json: {wrong[0]} ...")
     model._no_split_modules = ["BertLayer"]  # FSDP's units. FSDP fails with transformers' list.
     if args.activation_checkpointing:  # It restores the RNG's state, so dropout masks are the same.
         old = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.23
@@ -496,10 +496,13 @@ def load_inputs(args):
             "run --prepare_data_only where there is one, or give files"
         )
     fits = 5 < len(tokenizer) <= config.vocab_size  # Without vocab.txt there are 5 tokens.
-    if config.model_type != "bert" or not (tokenizer.is_fast and fits):
+    positions = getattr(config, "position_embedding_type", "absolute")
+    bert = config.model_type == "bert" and positions == "absolute" and config.type_vocab_size > 1
+    if not (bert and tokenizer.is_fast and fits):
         abort(
-            f"{name} is a {config.model_type} model with a {type(tokenizer).__name__} of "
-            f"{len(tokenizer)} tokens, but the script needs BERT, and a fast tokenizer that fits it"
+            f"{name} is a {config.model_type} model with {positions} positions and a "
+            f"{type(tokenizer).__name__} of {len(tokenizer)} tokens, but the script needs BERT "
+            "with absolute positions, two types of tokens, and a fast tokenizer that fits it"
         )
     if args.max_seq_length > config.max_position_embeddings:
         abort(
@@ -552,11 +555,15 @@ def read_squad(path):
     """Yield the questions of a file in SQuAD's nested JSON, v1.1 or v2.0, in the Hub's form."""
     place = "its top"
     try:
-        for article in json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]:
+        articles = json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]
+        for number, article in enumerate(articles, 1):
+            place = f"article {number}"
             for paragraph in article["paragraphs"]:
+                place = f"the context {str(paragraph.get('context'))[:40]!r}"
                 for qa in paragraph["qas"]:
                     place = f"question {qa.get('id')}"
-                    answers = [] if qa.get("is_impossible") else qa["answers"]
+                    impossible = utils.str_to_bool(str(qa.get("is_impossible") or False))
+                    answers = [] if impossible else qa["answers"]
                     texts = [answer["text"] for answer in answers]
                     starts = [int(answer["answer_start"]) for answer in answers]
                     row = {
@@ -582,21 +589,24 @@ def load_features(questions, tokenizer, args):
     file = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
     table = datasets.Dataset.from_list(questions)
-    table = table.map(
-        tokenize,
-        batched=True,
-        with_indices=True,
-        remove_columns=table.column_names,
-        fn_kwargs={"tokenizer": tokenizer} | sizes,
-        new_fingerprint=key,
-        cache_file_name=str(file),
-    )
+    try:
+        table = table.map(
+            tokenize,
+            batched=True,
+            with_indices=True,
+            remove_columns=table.column_names,
+            fn_kwargs={"tokenizer": tokenizer} | sizes,
+            new_fingerprint=key,
+            cache_file_name=str(file),
+        )
+    except ValueError as problem:  # datasets has removed what it wrote so far.
+        abort(problem)
     return Features(questions, table, key, args.max_seq_length)
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     """The features of a batch of questions, for `datasets.map`. A feature is a question with a
-    window of its context, [CLS] question [SEP] window [SEP].
+    window of its context, [CLS] question [SEP] window [SEP]. ValueError names a bad question.
 
     Columns, each with one value for each feature:
         input_ids       the tokens
@@ -610,10 +620,12 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     for name, ids in zip(batch["id"], tokenizer(asked)["input_ids"], strict=True):
         room = max_seq_length - 1 - len(ids)  # 1 is the last [SEP].
         if room <= doc_stride:
-            abort(
+            raise ValueError(
                 f"question {name} leaves {max(room, 0)} of --max_seq_length {max_seq_length} "
                 f"tokens for its context, which must be more than --doc_stride {doc_stride}"
             )
+    texts = ["".join(answers["text"][:1]) for answers in batch["answers"]]
+    answers = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     found = tokenizer(
         asked,
         batch["context"],
@@ -625,10 +637,11 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     )
     features = []
     for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
-        if 1 not in encoding.sequence_ids:
-            abort(f"question {batch['id'][row]} has a context without tokens")
+        pieces = answers["offset_mapping"][row]
+        if 1 not in encoding.sequence_ids or (texts[row] and not pieces):
+            raise ValueError(f"question {batch['id'][row]} has a context or answer without tokens")
         offsets = np.array(encoding.offsets)
-        start, end = find_span(encoding, batch["answers"][row])
+        start, end = find_span(encoding, batch["answers"][row]["answer_start"], pieces)
         feature = {
             "input_ids": encoding.ids,
             "length": len(encoding.ids),
@@ -643,19 +656,19 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
     return {name: [feature[name] for feature in features] for name in features[0]}
 
 
-def find_span(encoding, answers):
+def find_span(encoding, starts, pieces):
     """The first and last token of the first answer, in one window of its context.
 
-    They are 0 and 0 unless all of the answer is in the window.
+    The answer starts at character starts[0]. `pieces` are the first and one-past-last characters of
+    the tokens of its text alone: spaces, accents and invisible characters at its edges may be in no
+    token. The span is 0 and 0 unless all of the answer is in the window.
     """
-    if not answers["text"]:
+    if not starts:
         return 0, 0
-    text = answers["text"][0]
-    # An answer starts and ends with a token, not with a space.
-    start = answers["answer_start"][0] + len(text) - len(text.lstrip())
-    stop = start + len(text.strip())
+    first = starts[0] + pieces[0][0]
+    last = starts[0] + pieces[-1][1] - 1
     # The context is sequence 1. A character that is in no token of the window gives None.
-    span = encoding.char_to_token(start, 1), encoding.char_to_token(stop - 1, 1)
+    span = encoding.char_to_token(first, 1), encoding.char_to_token(last, 1)
     return (0, 0) if None in span else span
 
 
@@ -792,8 +805,6 @@ def describe_workload(args, config, train_set, eval_set):
 
 def describe_rank(accelerator):
     """Where this rank runs, and what memory it holds without a model."""
-    import torch._dynamo  # noqa: F401  torch 2.15 imports it for the first optimizer.
-
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -875,15 +886,15 @@ def open_folder(accelerator, record, may_resume):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also over NFS
         except BlockingIOError:
             abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
+        for partial in folder.glob("checkpoints/partial"):  # A killed run has left it.
+            partial.rename(folder / f"checkpoints/removed_{time.time_ns()}")
         newest = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if not may_resume and (newest or (folder / "run.json").exists()):
             abort(f"{folder} holds another run: add --resume, or change --output_dir")
         old = {}
-        with contextlib.suppress(OSError, ValueError):  # There is none, or it is damaged.
-            old = json.loads((folder / "run.json").read_bytes())
+        with contextlib.suppress(OSError, TypeError, ValueError):  # There is none, or half of it.
+            old = dict(json.loads((folder / "run.json").read_bytes()))
         same = ["strategy", "strategy_options", "global_batch_size", *record["workload"]]
-        if record["strategy"].startswith("zero"):
-            same.append("devices")  # ZeRO's shards are for one number of ranks.
         was = old | old.get("workload", {})
         now = record | record["workload"]
         for key in same:
@@ -904,12 +915,14 @@ def start(accelerator, progress, checkpoint):
         try:
             accelerator.load_state(checkpoint)
         except BaseException as problem:  # FSDP's CheckpointException is no Exception.
-            abort(f"cannot load {checkpoint}; if damaged, remove it for the one before: {problem}")
+            advice = "if damaged, remove it for the one before; DeepSpeed fails at [*? in a path"
+            abort(f"cannot load {checkpoint}; {advice}: {problem}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
     # A handler runs in the middle of anything, so it only makes a note.
     signals = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda *_: signals.append(True))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP.
+            signal.signal(number, lambda *_: signals.append(True))
     return signals
 
 
@@ -995,8 +1008,6 @@ def parse_args():
     for name, value in vars(args).items():
         if type(value) in (int, float) and not value > 0 and not (value == 0 and name in may_be_0):
             abort(f"--{name} must be greater than 0, got {value}")
-    if args.dropout >= 1:
-        abort(f"--dropout must be less than 1, got {args.dropout}")
     if args.resume and not args.output_dir:
         abort("--resume goes on with the run in a folder: name it by --output_dir")
     if bool(args.train_file) != bool(args.validation_file):
@@ -1008,7 +1019,7 @@ def parse_args():
 
 def make_accelerator(args):
     """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
-    if {"LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
         # A launcher started this rank. If the launcher dies, the kernel sends SIGTERM to the rank.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG.
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
@@ -1056,11 +1067,13 @@ def connect_ranks():
         )
     if 0 < gpus < ranks:
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")
-    if env("FSDP_VERSION", "2") != "2" or utils.parse_flag_from_env(
-        "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    ):
-        # FSDP's first version is not supported. With the other, a new head trains on rank 0 only.
-        abort("write fsdp_version: 2 and fsdp_cpu_ram_efficient_loading: false into the YAML")
+    # torch 2.15 lets restarted ranks call the ports of those that died.
+    if env("FSDP_VERSION", "2") != "2" or env("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        abort("fsdp_version must be 2, and --max_restarts 0: launch again with --resume instead")
+    fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
+    zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    # Elsewhere accelerate 1.15 knows no other spelling of true.
+    os.environ |= {"ACCELERATE_USE_FSDP": str(fsdp), "ACCELERATE_USE_DEEPSPEED": str(zero)}
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
         PartialState()
@@ -1069,8 +1082,6 @@ def connect_ranks():
     if 1 < ranks <= len(cores):  # With cores of its own, a rank and its gloo threads are faster.
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Otherwise deepspeed 0.19.8 warns.
-    fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
-    zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if zero:
         import deepspeed.ops
 
@@ -1088,13 +1099,9 @@ def name_strategy(state, args, dp):
         config = state.deepspeed_plugin.deepspeed_config
         zero = config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
-        own = {"optimizer", "scheduler", "communication_data_type", "data_types"} & set(config)
-        steps = config["gradient_accumulation_steps"]
-        if own or steps not in ("auto", args.gradient_accumulation_steps):
-            abort(
-                "leave optimizer, scheduler and data types out of DeepSpeed's JSON, and write "
-                '"auto" for gradient_accumulation_steps'
-            )
+        config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+        if set(config) - set(HONOURED.split()) or "stage" not in zero:
+            abort(f"DeepSpeed's JSON needs a stage, and may have these keys only: {HONOURED}")
         if config.get("gradient_clipping", "auto") == "auto":  # It would clip by 1.0.
             config["gradient_clipping"] = 0.0
         if args.max_grad_norm:
@@ -1102,8 +1109,14 @@ def name_strategy(state, args, dp):
             zero.pop("compute_grad_norm", None)
         return f"zero{zero['stage']}"
     if state.distributed_type == utils.DistributedType.FSDP:
+        plugin = state.fsdp_plugin
+        if plugin.cpu_ram_efficient_loading or (plugin.activation_checkpointing and args.dropout):
+            abort(
+                "write fsdp_cpu_ram_efficient_loading: false, and in place of "
+                "fsdp_activation_checkpointing train_bert_squad.py's --activation_checkpointing"
+            )
         if not torch.cuda.is_available():
-            state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15 pins for a GPU only.
+            plugin.cpu_offload.pin_memory = False  # torch 2.15 pins for a GPU only.
         return "hsdp" if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ else "fsdp"
     if "LOCAL_RANK" in os.environ:
         return "ddp"
@@ -1111,26 +1124,26 @@ def name_strategy(state, args, dp):
 
 
 def say(line):
-    """Print a line once, above the bar."""
+    """Print a line once."""
     if PartialState().is_main_process:
-        tqdm.write(line)
-        sys.stdout.flush()
+        print(line, flush=True)
 
 
 def abort(message):
     """End the run with one line."""
-    sys.exit("error: " + " ".join(str(message).split()))
+    line = "error: " + " ".join(str(message).split())
+    sys.exit(line[:500])  # A library may quote a whole file.
 
 
 def cli():
-    """Run the script as a command. A full memory or disk ends it with one line."""
+    """Run the script as a command. What a user can mend ends it with one line."""
     try:
         main(parse_args())
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):
             time.sleep(10)  # The launcher ends this rank in silence when another one has ended.
-        if isinstance(problem, OSError) or re.search(FULL, repr(problem)):
+        if isinstance(problem, OSError) or re.search(KNOWN, repr(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
     os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.

@@ -28,23 +28,30 @@ import statistics
 import sys
 import time
 import warnings
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
+import torch._dynamo  # torch 2.15 imports it for the first optimizer, which would count as memory.
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState, utils
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
-from tqdm import tqdm
 
 VERSION = "0.5.0"  # of the project; CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # Folders with other names are not the script's.
-FULL = (  # how libraries say that memory or a disk is full; a SystemExit has its own line
-    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|"
-    "No space|quota|StreamWriter|os error)"
+KNOWN = (  # how libraries say what a user can mend; a SystemExit has its own line
+    "^(?!SystemExit).*(MemoryError|of memory|allocate memory|ALLOC_FAILED|bad_alloc|No space|"
+    "quota|StreamWriter|os error|UnicodeEncodeError|dropout probability|invalid truth value|"
+    "Size mismatch between tensors|transformer layer class|dimension for FSDP|fp16 is not supp|"
+    "train_batch_size|ZeRO optimization config|.auto. entries|WordPiece|deserializing|MASTER_ADDR)"
+)
+HONOURED = (  # in DeepSpeed's JSON
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps bf16 fp16 timers "
+    "gradient_clipping zero_optimization zero_force_ds_cpu_optimizer steps_per_print comms_logger"
 )
 
 
@@ -84,14 +91,13 @@ def main(args):
     with accelerator.profile() if args.profile else contextlib.nullcontext() as profiler:
         try:
             train(accelerator, args, parts, progress, signals, profiler)
+            save_model(accelerator, model, accelerator.project_dir)
             status = "completed"
         except KeyboardInterrupt:  # All ranks have agreed to stop.
             status = "preempted"
         except FloatingPointError as problem:  # Every rank raises it.
             write_record(accelerator, record, rank, progress, "failed")
             abort(f"{problem}: not saved; --resume, or start afresh with a lower --learning_rate")
-    if status == "completed":
-        save_model(accelerator, model, accelerator.project_dir)
     write_record(accelerator, record, rank, progress, status)
     accelerator.end_training()
 
@@ -101,8 +107,6 @@ def train(accelerator, args, parts, progress, signals, profiler):
     FloatingPointError if a loss is not finite: on all ranks.
     """
     model, optimizer, schedule, train_loader, test_loader = parts
-    hidden = not accelerator.is_main_process or None  # None shows the bar in a terminal only.
-    bar = tqdm(total=progress.steps, initial=progress.step, disable=hidden)
     save_every = args.checkpointing_steps or progress.steps
     losses = []  # of the micro-batches since the last log, on the device
     for epoch in range(len(progress.evaluations), progress.epochs):
@@ -126,7 +130,7 @@ def train(accelerator, args, parts, progress, signals, profiler):
                 profiler.step()
             saving = progress.step == last_step or progress.step % save_every == 0
             if saving or progress.step % args.logging_steps == 0:
-                log_losses(accelerator, losses, began, progress, bar)
+                log_losses(accelerator, losses, began, progress)
                 losses.clear()
                 stopping = any_signal(accelerator, signals)
                 if saving or stopping:
@@ -145,14 +149,11 @@ def batches_left(accelerator, loader, epoch, progress):
     done = progress.step - epoch * progress.steps_per_epoch
     if done:
         loader = accelerator.skip_first_batches(loader, done * accumulation)
-        loader._non_blocking = True  # accelerate 1.15 forgets it.
     return itertools.islice(loader, (progress.steps - progress.step) * accumulation)
 
 
-def log_losses(accelerator, losses, began, progress, bar):
-    """Read the losses of the steps since `began`, and show the last one. Raises FloatingPointError
-    if one is not finite. A collective.
-    """
+def log_losses(accelerator, losses, began, progress):
+    """Read the losses since `began`. Raises FloatingPointError for inf or NaN. A collective."""
     means = torch.stack(losses).view(-1, accelerator.gradient_accumulation_steps).mean(1)
     means = accelerator.reduce(means, "mean").tolist()  # over all ranks; it waits for the device
     seconds = time.perf_counter() - began
@@ -166,10 +167,7 @@ def log_losses(accelerator, losses, began, progress, bar):
             raise FloatingPointError(f"the training loss of step {step} is {loss}")
         progress.losses.append(loss)
     accelerator.log({"loss": loss}, step)
-    bar.set_postfix(loss=loss, refresh=False)
-    bar.update(step - bar.n)
-    if bar.disable:  # Without a terminal, the output is a log.
-        say(f"step {step}/{progress.steps}: loss {loss:.4f}, {progress.rates[-1]:.2f} steps/s")
+    say(f"step {step}/{progress.steps}: loss {loss:.4f}, {progress.rates[-1]:.2f} steps/s")
 
 
 def any_signal(accelerator, signals):
@@ -183,13 +181,8 @@ def save_checkpoint(accelerator, progress):
     """Save what --resume needs. It gets its name when all of it is on disk. A collective."""
     folder = Path(accelerator.project_dir) / "checkpoints"
     partial = folder / "partial"
-    if accelerator.is_main_process and partial.exists():  # A killed run has left it.
-        partial.rename(folder / f"removed_{time.time_ns()}")
-    accelerator.wait_for_everyone()
-    accelerator.save_state(partial)
-    accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process:
-        os.sync()
+    accelerator.save_state(partial, safe_serialization=False)  # safetensors hides its files.
+    os.sync()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -210,13 +203,13 @@ def evaluate(accelerator, model, loader, progress, signals):
         if any_signal(accelerator, signals):
             raise KeyboardInterrupt
         right.append(accelerator.gather_for_metrics(model(rows).argmax(1) == labels))
-    accuracy = torch.cat(right).double().mean().item()
-    metrics = {"accuracy": accuracy}
+    metrics = {"accuracy": torch.cat(right).double().mean().item()}
     progress.evaluations.append(metrics)
     progress.eval_seconds += time.perf_counter() - began
     accelerator.log(metrics, progress.step)
     say(
-        f"epoch {len(progress.evaluations)}/{progress.epochs}: test accuracy {accuracy:.2%}, "
+        f"epoch {len(progress.evaluations)}/{progress.epochs}: "
+        f"test accuracy {metrics['accuracy']:.2%}, "
         f"training loss {progress.losses[-1]:.4f}, {progress.train_seconds:.1f} s of training"
     )
 
@@ -236,6 +229,8 @@ def save_model(accelerator, model, folder):
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
         utils.save(weights, f"{folder}/.partial", safe_serialization=True)
+        # safetensors lets nobody else read a file, so it gets the mode of another.
+        shutil.copymode(f"{accelerator.project_dir}/.lock", f"{folder}/.partial")
         os.replace(f"{folder}/.partial", f"{folder}/model.safetensors")
 
 
@@ -291,8 +286,9 @@ def read_images(args):
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
-        options = {"test_size": 360, "random_state": 0, "stratify": digits.target}
-        arrays = train_test_split(digits.images, digits.target, **options)
+        arrays = train_test_split(
+            digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target
+        )
         return [torch.tensor(array) for array in arrays]
     from torchvision.datasets import MNIST
 
@@ -301,6 +297,9 @@ def read_images(args):
         test = MNIST(args.data_dir, train=False, download=True)
     except Exception as problem:  # of the network, the disk, or a file
         abort(f"no MNIST in {args.data_dir}/MNIST/raw: {problem!r}; see also --dataset digits")
+    highest = max(train.targets.max(), test.targets.max())
+    if train.data[0].shape != test.data[0].shape or highest > 9:
+        abort(f"the files in {args.data_dir}/MNIST/raw do not belong together, or are not MNIST's")
     return [train.data, test.data, train.targets, test.targets]
 
 
@@ -340,6 +339,7 @@ def describe_workload(precision, strategy, args, images):
         "dataset": args.dataset,
         "samples": len(images[0]),
         "eval_samples": len(images[1]),
+        "labels": zlib.crc32(images[2].numpy()),  # They tell MNIST from others of its form.
         "sequence_length": images[0].shape[1],
         # FSDP and ZeRO lower the weights. Autocast, which the others use, leaves an LSTM in fp32.
         "compute_dtype": "no" if strategy in ("baseline", "dp", "ddp") else precision,
@@ -348,8 +348,6 @@ def describe_workload(precision, strategy, args, images):
 
 def describe_rank(accelerator):
     """Where this rank runs, and what memory it holds without a model."""
-    import torch._dynamo  # noqa: F401  torch 2.15 imports it for the first optimizer.
-
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -431,15 +429,15 @@ def open_folder(accelerator, record, may_resume):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also over NFS
         except BlockingIOError:
             abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
+        for partial in folder.glob("checkpoints/partial"):  # A killed run has left it.
+            partial.rename(folder / f"checkpoints/removed_{time.time_ns()}")
         newest = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if not may_resume and (newest or (folder / "run.json").exists()):
             abort(f"{folder} holds another run: add --resume, or change --output_dir")
         old = {}
-        with contextlib.suppress(OSError, ValueError):  # There is none, or it is damaged.
-            old = json.loads((folder / "run.json").read_bytes())
+        with contextlib.suppress(OSError, TypeError, ValueError):  # There is none, or half of it.
+            old = dict(json.loads((folder / "run.json").read_bytes()))
         same = ["strategy", "strategy_options", "global_batch_size", *record["workload"]]
-        if record["strategy"].startswith("zero"):
-            same.append("devices")  # ZeRO's shards are for one number of ranks.
         was = old | old.get("workload", {})
         now = record | record["workload"]
         for key in same:
@@ -460,12 +458,14 @@ def start(accelerator, progress, checkpoint):
         try:
             accelerator.load_state(checkpoint)
         except BaseException as problem:  # FSDP's CheckpointException is no Exception.
-            abort(f"cannot load {checkpoint}; if damaged, remove it for the one before: {problem}")
+            advice = "if damaged, remove it for the one before; DeepSpeed fails at [*? in a path"
+            abort(f"cannot load {checkpoint}; {advice}: {problem}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
     # A handler runs in the middle of anything, so it only makes a note.
     signals = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda *_: signals.append(True))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP.
+            signal.signal(number, lambda *_: signals.append(True))
     return signals
 
 
@@ -539,8 +539,6 @@ def parse_args():
     for name, value in vars(args).items():
         if type(value) in (int, float) and not value > 0 and not (value == 0 and name in may_be_0):
             abort(f"--{name} must be greater than 0, got {value}")
-    if args.dropout >= 1:
-        abort(f"--dropout must be less than 1, got {args.dropout}")
     if args.resume and not args.output_dir:
         abort("--resume goes on with the run in a folder: name it by --output_dir")
     return args
@@ -548,7 +546,7 @@ def parse_args():
 
 def make_accelerator(args):
     """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
-    if {"LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
         # A launcher started this rank. If the launcher dies, the kernel sends SIGTERM to the rank.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG.
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
@@ -596,11 +594,13 @@ def connect_ranks():
         )
     if 0 < gpus < ranks:
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")
-    if env("FSDP_VERSION", "2") != "2" or utils.parse_flag_from_env(
-        "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    ):
-        # FSDP's first version is not supported. With the other, a new head trains on rank 0 only.
-        abort("write fsdp_version: 2 and fsdp_cpu_ram_efficient_loading: false into the YAML")
+    # torch 2.15 lets restarted ranks call the ports of those that died.
+    if env("FSDP_VERSION", "2") != "2" or env("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        abort("fsdp_version must be 2, and --max_restarts 0: launch again with --resume instead")
+    fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
+    zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    # Elsewhere accelerate 1.15 knows no other spelling of true.
+    os.environ |= {"ACCELERATE_USE_FSDP": str(fsdp), "ACCELERATE_USE_DEEPSPEED": str(zero)}
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
         PartialState()
@@ -609,8 +609,6 @@ def connect_ranks():
     if 1 < ranks <= len(cores):  # With cores of its own, a rank and its gloo threads are faster.
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Otherwise deepspeed 0.19.8 warns.
-    fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
-    zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if zero:
         import deepspeed.ops
 
@@ -628,13 +626,9 @@ def name_strategy(state, args, dp):
         config = state.deepspeed_plugin.deepspeed_config
         zero = config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # in any dtype
-        own = {"optimizer", "scheduler", "communication_data_type", "data_types"} & set(config)
-        steps = config["gradient_accumulation_steps"]
-        if own or steps not in ("auto", args.gradient_accumulation_steps):
-            abort(
-                "leave optimizer, scheduler and data types out of DeepSpeed's JSON, and write "
-                '"auto" for gradient_accumulation_steps'
-            )
+        config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+        if set(config) - set(HONOURED.split()) or "stage" not in zero:
+            abort(f"DeepSpeed's JSON needs a stage, and may have these keys only: {HONOURED}")
         if config.get("gradient_clipping", "auto") == "auto":  # It would clip by 1.0.
             config["gradient_clipping"] = 0.0
         if args.max_grad_norm:
@@ -642,8 +636,14 @@ def name_strategy(state, args, dp):
             zero.pop("compute_grad_norm", None)
         return f"zero{zero['stage']}"
     if state.distributed_type == utils.DistributedType.FSDP:
+        plugin = state.fsdp_plugin
+        if plugin.cpu_ram_efficient_loading or (plugin.activation_checkpointing and args.dropout):
+            abort(
+                "write fsdp_cpu_ram_efficient_loading: false, and in place of "
+                "fsdp_activation_checkpointing train_bert_squad.py's --activation_checkpointing"
+            )
         if not torch.cuda.is_available():
-            state.fsdp_plugin.cpu_offload.pin_memory = False  # torch 2.15 pins for a GPU only.
+            plugin.cpu_offload.pin_memory = False  # torch 2.15 pins for a GPU only.
         return "hsdp" if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ else "fsdp"
     if "LOCAL_RANK" in os.environ:
         return "ddp"
@@ -651,26 +651,26 @@ def name_strategy(state, args, dp):
 
 
 def say(line):
-    """Print a line once, above the bar."""
+    """Print a line once."""
     if PartialState().is_main_process:
-        tqdm.write(line)
-        sys.stdout.flush()
+        print(line, flush=True)
 
 
 def abort(message):
     """End the run with one line."""
-    sys.exit("error: " + " ".join(str(message).split()))
+    line = "error: " + " ".join(str(message).split())
+    sys.exit(line[:500])  # A library may quote a whole file.
 
 
 def cli():
-    """Run the script as a command. A full memory or disk ends it with one line."""
+    """Run the script as a command. What a user can mend ends it with one line."""
     try:
         main(parse_args())
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):
             time.sleep(10)  # The launcher ends this rank in silence when another one has ended.
-        if isinstance(problem, OSError) or re.search(FULL, repr(problem)):
+        if isinstance(problem, OSError) or re.search(KNOWN, repr(problem)):
             abort(f"{problem}: mend that, and go on with --resume (fsdp.yaml needs less memory)")
         raise
     os._exit(0)  # In an orderly end gloo may hang or abort: pytorch#56297 and #190489.

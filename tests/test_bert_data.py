@@ -26,7 +26,7 @@ DATA = ROOT / "tests" / "data"
 FORM = " is not in SQuAD's form, at "
 TOO_LITTLE = "tokens for its context, which must be more than --doc_stride 60"
 NOT_TEXT = {"text": 5}, {"text": None}, {"question": None}, {"context": None}
-LACKING = "the weights of {} lack 16 parameters, such as bert.encoder.layer.2."
+OTHER = " weights of {} do not fit its config.json: "
 V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_bert"
 
 
@@ -71,6 +71,10 @@ def nested(text="Rosa", start=0, drop=None, context="Rosa built a mill.", **more
         (nested(start="x"), f"{FORM}question q1: ValueError("),
         *((nested(**fault), f"{FORM}question q1: AttributeError(") for fault in NOT_TEXT),
         (nested(text="\ud83d"), f"{FORM}question q1: UnicodeEncodeError("),
+        (nested(is_impossible="maybe"), f"{FORM}question q1: ValueError('invalid truth value"),
+        ({"data": [{"paragraphs": [{"context": "Rosa"}]}]}, f"{FORM}the context 'Rosa': KeyErr"),
+        ({"data": [{}]}, f"{FORM}article 1: KeyError('paragraphs')"),
+        (("x" * 9999).encode("utf-16"), f"{FORM}its top: UnicodeDecodeError('utf-8'"),
         ([1, 2], f"{FORM}its top: TypeError("),
         ('{"data": [', f"{FORM}its top: JSONDecodeError('Expecting value: line"),
         (b"\xff\xfe\x00", f"{FORM}its top: UnicodeDecodeError('utf-8'"),
@@ -84,7 +88,17 @@ def test_malformed_files_are_named_with_question_and_fault(content, sentence, tm
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SystemExit) as fault:
         script.read_questions(options(train_file=file), "train")
-    assert str(fault.value).startswith(f"error: {file}{sentence}") and "\n" not in str(fault.value)
+    line = str(fault.value)
+    assert line.startswith(f"error: {file}{sentence}") and "\n" not in line and len(line) <= 500
+
+
+@pytest.mark.parametrize("text, true", [("false", 0), ("no", 0), ("0", 0), ("True", 1), (1, 1)])
+def test_impossible_is_understood_as_people_write_it(text, true, tmp_path):
+    file = tmp_path / "questions.json"
+    for spelled in (text, *([None] if not true else [])):
+        file.write_text(json.dumps(nested(is_impossible=spelled)))
+        [question] = script.read_squad(file)
+        assert question["answers"]["text"] == ([] if true else ["Rosa"])
 
 
 # -------- features
@@ -102,25 +116,36 @@ def features(cache, tokenizer):
     return script.load_features(script.read_questions(options(), "train"), tokenizer, options())
 
 
-def test_spans_where_characters_and_tokens_do_not_match(tokenizer):
-    """The tiny tokenizer knows letters and pieces of words; a space is in no token."""
-    context = "  The  mill's wheel"
-    encoding = tokenizer("Why?", context).encodings[0]
-    first = encoding.sequence_ids.index(1)
-    for text, start, covered in (
-        ("The", 2, "The"),
-        (" The  mill ", 1, "The  mill"),  # spaces around it count not
-        ("wheel", 14, "wheel"),
-        ("", 0, None),
-        ("beyond", 40, None),
-    ):
-        answers = {"text": [text] * bool(text), "answer_start": [start] * bool(text)}
-        start, end = script.find_span(encoding, answers)
-        if covered is None:
-            assert (start, end) == (0, 0), text
-            continue
-        assert first <= start <= end
-        assert context[encoding.offsets[start][0] : encoding.offsets[end][1]] == covered
+@pytest.mark.parametrize(
+    "context, text, covered",
+    [
+        ("  The  mill's wheel", "The", "The"),
+        ("  The  mill's wheel", " The  mill", "The  mill"),  # Spaces are in no token.
+        ("  The  mill's wheel", "wheel", "wheel"),
+        ("They said hello \u200b", "hello \u200b", "hello"),  # a space without width
+        ("\ufeffhello they said", "\ufeffhello", "hello"),  # a mark of byte order
+        ("They \ufffd hello \ufffd said", "\ufffd hello \ufffd", "hello"),
+        ("A mill near Pen\u0303alte\u0301", "Pen\u0303alte\u0301", "Pen\u0303alte"),  # NFD
+        ("\u0301abc", "\u0301abc", "abc"),
+        ("The mill", None, None),
+        ("The \u0301 mill", "\u0301", "question q1 has a context or answer without tokens"),
+        ("\u200b\u0301", None, "question q1 has a context or answer without tokens"),
+    ],
+)
+def test_spans_where_characters_and_tokens_do_not_match(context, text, covered, cache, tokenizer):
+    """The tiny tokenizer knows letters and pieces of words."""
+    answers = {"text": [text], "answer_start": [context.index(text)]} if text else {"text": []}
+    question = {"id": "q1", "question": "Why?", "context": context}
+    question |= {"answers": {"answer_start": []} | answers}
+    if covered and covered.startswith("question"):
+        with pytest.raises(SystemExit, match=f"^error: {covered}$"):
+            script.load_features([question], tokenizer, options())
+        assert not list(cache.iterdir()), "what was written so far stays"
+        return
+    [row] = script.load_features([question], tokenizer, options()).table
+    start, end = row["start"], row["end"]
+    assert (start, end) == (0, 0) if covered is None else row["first"] <= start <= end
+    assert not covered or context[row["begins"][start] : row["stops"][end]] == covered
 
 
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, tmp_path, monkeypatch):
@@ -236,7 +261,7 @@ def refused(monkeypatch, tmp_path, *flags):
     [
         ("--num_epochs 0", "--num_epochs must be greater than 0"),
         ("--max_train_samples -1", "--max_train_samples must be greater than 0"),
-        ("--dropout 1", "--dropout must be less than 1"),
+        (LOCAL + FILES + "--dropout 2", "dropout probability has to be .*got 2"),
         ("--learning_rate nan", "--learning_rate must be greater than 0"),
         ("--models bert", "unrecognized arguments: --models"),
         ("--train_file x.json", "--train_file and --validation_file go together"),
@@ -269,6 +294,8 @@ def model_folder(tmp_path, drop=None, **config):
     (folder / "config.json").write_text(json.dumps(values))
     if drop:
         (folder / drop).unlink()
+    if drop and "pointer" in config:  # as a clone without Git LFS has it
+        (folder / drop).write_text("version https://git-lfs.github.com/spec/v1\nsize 231508\n")
     return folder
 
 
@@ -277,11 +304,17 @@ def model_folder(tmp_path, drop=None, **config):
     [
         ("model.safetensors", {}, "Error no file named model.safetensors"),
         ("config.json", {}, "cannot load {} or the questions: "),
-        ("vocab.txt", {}, "{} is a bert model with a BertTokenizer of 5 tokens"),
-        (None, {"model_type": "roberta"}, "{} is a roberta model with a "),
-        (None, {"vocab_size": 100}, "{} is a bert model with a BertTokenizer of 341 tokens"),
-        (None, {"num_hidden_layers": 3}, LACKING),
-        (None, {"tokenizer_class": "ByT5Tokenizer"}, "{} is a bert model with a ByT5Tokenizer"),
+        ("vocab.txt", {}, "{} is a bert model with absolute positions and a BertTokenizer of 5 to"),
+        (None, {"model_type": "roberta"}, "{} is a roberta model with absolute positions"),
+        (None, {"vocab_size": 100}, "and a BertTokenizer of 341 tokens"),
+        (None, {"num_hidden_layers": 3}, f"16{OTHER}bert.encoder.layer.2.att"),
+        (None, {"num_hidden_layers": 1}, f"16{OTHER}bert.encoder.layer.1.att"),
+        (None, {"intermediate_size": 17}, f"6{OTHER}('bert.encoder.layer.0.int"),
+        (None, {"type_vocab_size": 1}, "two types of tokens"),
+        (None, {"position_embedding_type": "relative_key_query"}, "relative_key_query positions"),
+        ("vocab.txt", {"pointer": True}, "Missing [UNK] token from the vocabulary"),
+        ("model.safetensors", {"pointer": True}, "deserializing header"),
+        (None, {"tokenizer_class": "ByT5Tokenizer"}, "and a ByT5Tokenizer"),
     ],
 )
 def test_model_folders_that_are_not_whole(drop, config, sentence, monkeypatch, tmp_path):

@@ -28,10 +28,33 @@ def test_a_second_run_in_a_folder_is_one_line_and_a_dead_ones_lock_is_gone(tmp_p
         assert f"another run is writing into {tmp_path}: wait" in refused.error_line()
     holder.close()  # as the kernel does when a process dies
     assert launch("ddp", SCRIPT, tmp_path, *FLAGS).record["status"] == "completed"
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    (tmp_path / "new").touch()
+    everybody_else = (tmp_path / "new").stat().st_mode
+    assert len(files) > 10 and all(file.stat().st_mode == everybody_else for file in files)
+
+
+@pytest.mark.parametrize("flag, strategy", [("1", "fsdp"), ("True", "fsdp"), ("off", "ddp")])
+def test_a_strategy_in_the_environment_may_be_spelled_in_other_ways(flag, strategy, tmp_path):
+    env = {"ACCELERATE_USE_FSDP": flag, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    run = launch("ddp", SCRIPT, tmp_path, *FLAGS[:2], "--max_train_steps", 1, env=env)
+    assert run.record["strategy"] == strategy
+    assert launch("ddp", SCRIPT, tmp_path / "2", env={"ACCELERATE_USE_FSDP": "2"}, ok=False).code
+
+
+def test_a_run_under_nohup_goes_on(tmp_path):
+    """A launcher of one process leaves SIGHUP ignored, and so does the script."""
+    env = {"SPY_SIGNAL": "SIGHUP all 3"}
+    command = [sys.executable, "tests/spy.py", *FLAGS, "--output_dir", str(tmp_path)]
+    env |= {"SPY_SCRIPT": Path(SCRIPT).stem}
+    subprocess.run(["nohup", *command], cwd=ROOT, env=environment(env), check=True, timeout=120)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "completed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, number", [("baseline", "SIGTERM"), ("ddp", "SIGKILL")])
+@pytest.mark.parametrize(
+    "strategy, number", [("baseline", "SIGTERM"), ("ddp", "SIGKILL"), ("ddp", "SIGHUP")]
+)
 def test_a_rank_whose_launcher_died_saves_and_stops(strategy, number, tmp_path):
     steps = tmp_path / "steps"
     words = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
@@ -103,11 +126,16 @@ def test_errors_that_a_user_can_mend_are_one_line_and_others_keep_their_tracebac
         MemoryError(),
         FileNotFoundError(2, "No such file or directory", "/x/y"),
         OSError(122, "Disk quota exceeded"),
+        ValueError("environment variable MASTER_ADDR expected, but not set"),  # under mpirun
+        UnicodeEncodeError("latin-1", "\u03a9", 0, 1, "ordinal not in range(256)"),
     ):
         with pytest.raises(SystemExit, match="^error: .*--resume.*fsdp.yaml"):
             end(problem)
     with pytest.raises(RuntimeError, match="a bug"):
         end(RuntimeError("a bug"))
+    with pytest.raises(SystemExit) as line:
+        end(OSError("x" * 10_000))
+    assert len(str(line.value)) == 500
 
 
 def test_folders_that_cannot_be_meant_and_a_tilde(monkeypatch):

@@ -78,11 +78,14 @@ def baseline(tmp_path_factory):
         ("zero3", NORM, "DEEPSPEED", zero(3, gradient_clipping=NORM)),
         ("zero1", NORM, "DEEPSPEED", JSON | {"gradient_clipping": NORM}),
         ("zero1", None, "DEEPSPEED", JSON),
+        ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2 | {"fsdp_activation_checkpointing": True}}),
     ],
 )
 def test_what_a_yaml_changes_is_honoured_and_recorded(
     strategy, clipped, kind, settings, written, baseline, tmp_path
 ):
+    # Another number of steps in a JSON does not count, but the flag of the script.
+    settings |= {"gradient_accumulation_steps": 4} if "zero_optimization" in settings else {}
     run = launch(written(kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
     record = run.record
     assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
@@ -92,8 +95,12 @@ def test_what_a_yaml_changes_is_honoured_and_recorded(
 
 
 DP = {"dynamo_config": {"dynamo_mode": "data_parallel"}, "num_processes": 1}
-STEPS, ADAM = {"gradient_accumulation_steps": 4}, {"optimizer": {"type": "Adam"}}
+ADAM = {"optimizer": {"type": "Adam"}}
 RAM = FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}
+MASKS = FSDP_2 | {"fsdp_activation_checkpointing": True}
+LAYERS = FSDP_2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BUCKETS = {"stage": 2, "reduce_bucket_size": "auto"}
 ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
 
 
@@ -104,12 +111,17 @@ ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision",
         ("MULTI_GPU", {}, ["--cpu"], [], "each would train alone"),
         ("NO", {}, [], [], "each would train alone"),
         ("NO", DP, BF16, [], "in fp16, not in bf16: use ddp.yaml"),
-        ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version: 2"),
+        ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version must be 2"),
+        ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "s --activation_checkpointing"),
+        ("FSDP", {"fsdp_config": LAYERS}, [], [], "layer class LlamaDecoderLayer in the model"),
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
         ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
-        ("DEEPSPEED", JSON | STEPS, [], [], 'write "auto" for gradient_accumulation_steps'),
-        ("DEEPSPEED", JSON | ADAM, [], [], "leave optimizer, scheduler and data types out"),
+        ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON needs a stage, and may have these"),
+        ("DEEPSPEED", JSON | AUTOCAST, [], [], "DeepSpeed's JSON needs a stage, and may have"),
+        ("DEEPSPEED", JSON | {"zero_optimization": {}}, [], [], "JSON needs a stage"),
+        ("DEEPSPEED", JSON | {"train_batch_size": 32}, [], [], "train_batch_size is not equal"),
+        ("DEEPSPEED", JSON | {"zero_optimization": BUCKETS}, [], [], "zation.reduce_bucket_size'"),
     ],
 )
 def test_what_would_be_another_run_is_refused_and_leaves_nothing(
@@ -118,5 +130,5 @@ def test_what_would_be_another_run_is_refused_and_leaves_nothing(
     folder = tmp_path / "run"
     yaml = written(kind, **settings)
     run = launch(yaml, SCRIPT, folder, *FLAGS, *flags, launcher=launcher, ok=False)
-    assert sentence in run.error_line()
-    assert not folder.exists()
+    [line] = {line for line in run.err.splitlines() if line.startswith("error: ")}
+    assert run.code and sentence in line and not (folder / "run.json").exists()
