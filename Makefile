@@ -88,8 +88,9 @@ slurm:  ## install Debian's Slurm and Chromium for the tests of sbatch/ and repo
 test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
 
-test-gpu: dev  ## prove it on this machine's GPUs: all of it, or make test-gpu ONLY="fp32 link"
-	$(BIN)/python sbatch/check_gpu.py $(if $(ONLY),--only $(ONLY))
+test-gpu: dev  ## prove it on this machine's GPUs, and write runs/gpu/gpu-report.md
+	mkdir -p runs/gpu
+	bash -o pipefail -c "$(BIN)/python -m pytest -m gpu tests/test_gpu.py | tee runs/gpu/gpu-report.md"
 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \

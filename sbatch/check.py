@@ -1,5 +1,4 @@
-"""Is the cluster fit? Hosts, devices, versions, and how fast the ranks talk: over NCCL or, without
-GPUs, gloo.
+"""Is the cluster fit? Hosts, devices, and how fast ranks talk: over NCCL or, without GPUs, gloo.
 
     sbatch sbatch/check.sh                                            # two nodes of a cluster
     accelerate launch --config_file accelerate_configs/ddp.yaml sbatch/check.py    # one machine
@@ -17,10 +16,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import accelerate
 import numpy
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import gather_object
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -82,37 +81,20 @@ def measure(state, name, size, work):
     before it. The root of a broadcast or reduce changes from one to the next.
     """
     ranks = state.num_processes
-    part = torch.empty(max(1, size // 4 // ranks), device=state.device)
-    whole = torch.empty(len(part) * ranks, device=state.device)
+    part = torch.zeros(max(1, size // 4 // ranks), device=state.device)
+    whole = torch.zeros(len(part) * ranks, device=state.device)
 
     def once(root):
         COLLECTIVES[name](whole, part, root)
         if state.device.type == "cuda":
             torch.cuda.synchronize()
 
-    check(name, whole, part, state.process_index, ranks, once)
-    for values in (whole, part):
-        values.zero_()  # they are added up again and again
     first = mean_cycle(state, work, 3, once)
     repeats = min(REPEATS, max(5, int(SECONDS / first)))
     alone = mean_cycle(state, work, repeats)
     added = mean_cycle(state, work, repeats, once) - alone
     # The difference of two means is noisy. A call right after another one never takes longer.
     return whole.numel() * 4, max(added, mean_cycle(state, lambda: None, repeats, once))
-
-
-def check(name, whole, part, rank, ranks, once):
-    """Raises AssertionError if a collective does not do what its name says."""
-    for values in (whole, part):
-        values.fill_(rank + 1)
-    once(root=0)
-    total = ranks * (ranks + 1) / 2
-    numbers = {"reduce_scatter": part, "all_gather": whole.view(ranks, -1)[:, 0]}.get(name, whole)
-    expected = torch.full_like(numbers, 1 if name == "broadcast" else total)
-    if name == "all_gather":
-        expected = torch.arange(1, ranks + 1).to(numbers)
-    if name != "reduce" or rank == 0:
-        assert torch.equal(numbers, expected), f"{name} of {whole.numel() * 4} bytes is wrong"
 
 
 def fit_line(points):
@@ -187,7 +169,7 @@ def main():
             f"{host} has a GPU that torch {torch.__version__} cannot use: is the "
             "driver too old for it? README, 'On a Slurm cluster'"
         )
-    state = accelerate.PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
+    state = PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"
     ranks = gather_object(
@@ -209,14 +191,7 @@ def main():
             )
         )
     backend = dist.get_backend() if world > 1 else None
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-    }
-    say(f"backend {backend}, " + ", ".join(f"{name} {of}" for name, of in versions.items()))
+    say(f"backend {backend}")
     if world == 1:
         say("one process has nobody to talk to: ask for two nodes, or two GPUs")
     record = {
@@ -224,10 +199,8 @@ def main():
         "nodes": len({rank["host"] for rank in ranks}),
         "processes": world,
         "backend": backend,
-        "network": os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"),
         "collectives": measure_all(state, say) if world > 1 else None,
         "ranks": ranks,
-        "versions": versions,
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
     if state.is_main_process:

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC1091
-# What launch.sh, sweep.sh and check.sh share.
+# What launch.sh and sweep.sh share.
 
 fail() {
     echo "error: $*" >&2
@@ -10,9 +10,4 @@ load_site() { # a function, as conda would take the arguments of the script for 
     set +u # what modules and conda read is not always set
     source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
     set -u
-}
-
-need_launcher() {
-    command -v accelerate-launch >/dev/null ||
-        fail "no accelerate on the PATH: make setup, or say in sbatch/site.sh what to activate"
 }

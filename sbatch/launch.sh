@@ -12,9 +12,13 @@ source sbatch/common.sh
 # -------------------------------------------------------------------------------------- what to run
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this runs inside a Slurm job: sbatch sbatch/2node.sh"
+[ -z "${SLURM_HET_SIZE:-}" ] ||
+    fail "in a heterogeneous job, only the first part would compute: ask for nodes of one kind"
 warned='' stopped=''
-trap 'warned=${warned:-$SECONDS}' USR1 # the time is nearly over
-trap 'stopped=1' TERM                  # scancel, preemption, scontrol requeue: Slurm ends the job
+trap 'warned=${warned:-$SECONDS}' USR1 USR2 # the time is nearly over
+trap 'stopped=1' TERM                       # scancel, preemption, requeue: Slurm ends the job
+unset MASTER_ADDR                           # of your shell: site.sh may set another
+SRUN_OPTIONS=()
 load_site
 RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "failed"
 
@@ -35,9 +39,12 @@ case ${words[0]:-} in
 esac
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
+! grep -E "^['\"]?gpu_ids" "$config" | grep -qv all ||
+    fail "$config has gpu_ids, but Slurm says which GPUs are yours: leave it out"
 for flag in "${launcher_flags[@]}"; do
     case ${flag//-/_} in
-        __num_processes* | __num_machines* | __machine_rank* | __main_process_* | __config_file*)
+        __num_processes* | __num_machines* | __machine_rank* | __main_process_* | \
+            __config_file* | __gpu_ids*)
             fail "${flag%%=*} comes from what Slurm granted:" \
                 "ask sbatch for it, with --nodes and --gres" ;;
         __dynamo_backend*)
@@ -47,34 +54,66 @@ for flag in "${launcher_flags[@]}"; do
     esac
 done
 
+# The output directory is this job's, so that it finds its own checkpoints when it runs again.
+job=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+given='' previous=''
+for word in "$@"; do
+    case $word in --output_dir=*) given=${word#*=} ;; esac
+    [ "$previous" != --output_dir ] || given=$word
+    previous=$word
+done
+output=${given:-runs/$(basename "$script" .py)-$(basename "${config%.*}")-$job}
+[ -n "$given" ] || set -- "$@" --output_dir "$output"
+[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
+    fail "the tasks of an array would share --output_dir $output"
+if [[ $output =~ ^(~[a-zA-Z0-9._-]*)(/|$) ]]; then # a home, as the scripts expand it
+    home=${BASH_REMATCH[1]}
+    output=$(eval "echo $home")${output#"$home"}
+fi
+mkdir -p "$output" || fail "cannot make the output directory $output"
+
 # --------------------------------------------------------------------------------- what was granted
 
-need_launcher
 nodes=$SLURM_JOB_NUM_NODES
 cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each node
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # One task per node. Each is a launcher, which starts this node's ranks.
 on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores"
     --export=ALL)
 # A step has the GPUs that were asked for. This shell has all of its node, if that is exclusive.
+# Each node looks for a file of this shell, which a network disk may show it late.
+export PROOF=$output/.job-$job DISK_TIMEOUT=${DISK_TIMEOUT:-60} NODES_TIMEOUT=${NODES_TIMEOUT:-600}
+touch "$PROOF" || fail "cannot write into $output"
 # shellcheck disable=SC2016
-seen=$(timeout 120 "${on_each_node[@]}" --label bash -c '
-    found=$(command -v accelerate-launch || echo none)
-    echo "$(hostname): ${SLURM_GPUS_ON_NODE:-0} GPU(s), $SLURM_CPUS_ON_NODE core(s), $found"
-    ! command -v nvidia-smi >/dev/null ||
-        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || true
-' 2>&1) || {
-    asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_PER_TASK:-}}
-    [ -z "$asked" ] || fail "--gpus-per-node and --gpus-per-task do not replace the wrapper's" \
-        "--gres, which Slurm granted: type --gres=gpu:$asked instead"
-    echo "$seen"
-    fail "srun does not reach all nodes"
-}
-sort -n <<<"$seen"
-! grep 'core(s), none' <<<"$seen" >/dev/null ||
-    fail "a node finds no accelerate: is the environment on a disk of all nodes?"
-gpus=$(sort -n <<<"$seen" | sed -n 's/.*: \([0-9]*\) GPU(s).*/\1/p' | head -n 1)
-[ "$(grep -c ": $gpus GPU(s)" <<<"$seen")" = "$nodes" ] ||
+seen=$(timeout "$NODES_TIMEOUT" "${on_each_node[@]}" --label "${SRUN_OPTIONS[@]}" bash -c '
+    gpus=${SLURM_GPUS_ON_NODE:-0} visible=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")
+    echo "$SLURMD_NODENAME: $gpus GPU(s), $SLURM_CPUS_ON_NODE core(s)"
+    [ "$gpus" != 0 ] || [ "$visible" = 0 ] || [ -n "${PROCESSES_PER_NODE:-}" ] ||
+        echo "warning: $SLURMD_NODENAME has $visible GPU(s), of which Slurm granted none, so one" \
+            "process starts: ask for --gres=gpu:N, or set PROCESSES_PER_NODE"
+    command -v accelerate-launch >/dev/null || echo "$SLURMD_NODENAME finds no accelerate"
+    until [ -e "$PROOF" ]; do
+        [ "$SECONDS" -lt "$DISK_TIMEOUT" ] || { echo "$SLURMD_NODENAME sees no file" && break; }
+        sleep 1
+    done' 2>&1)
+code=$?
+rm -f "$PROOF"
+asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_PER_TASK:-}}
+[ $code = 0 ] || [ -z "$asked" ] || fail "--gpus-per-node and --gpus-per-task do not replace the" \
+    "wrapper's --gres, which Slurm granted: type --gres=gpu:$asked instead"
+seen=$(sort -n <<<"$seen")
+echo "$seen"
+[ $code != 124 ] || fail "not every node answered within $NODES_TIMEOUT s, the NODES_TIMEOUT"
+[ $code = 0 ] || fail "srun does not reach all nodes"
+said() { sed -n "s/^ *[0-9]*: \(.*\)$1.*/\1/p" <<<"$seen" | head -n 1; } # by which node, first
+first=$(said ': [0-9]* GPU(s), ') without=$(said ' finds no accelerate')
+blind=$(said ' sees no file')
+[ -z "$without" ] || fail "$without finds no accelerate: make setup, or activate in" \
+    "sbatch/site.sh what has it, on a disk of all nodes"
+[ -z "$blind" ] || fail "$blind does not see what $first writes into $output: choose an" \
+    "--output_dir on a disk of all nodes"
+gpus=$(sed -n 's/^ *0: .*: \([0-9]*\) GPU(s), .*/\1/p' <<<"$seen")
+[ "$(grep -c ": $gpus GPU(s), " <<<"$seen")" = "$nodes" ] ||
     fail "not every node was granted $gpus GPU(s), like $first:" \
         "ask for the same on each, with --gres=gpu:N"
 per_node=$gpus
@@ -91,35 +130,6 @@ elif [ "$gpus" -gt 0 ] && [ $((cores / gpus)) -lt 4 ]; then
     echo "warning: $cores core(s) for $gpus GPU(s), where the wrappers ask for 4 each: times do" \
         "not compare; ask for as many, with --cpus-per-task=$((4 * gpus))"
 fi
-if grep -q '^parallelism_config:' "$config" && [ "$per_node" = 1 ]; then
-    fail "$config shards the model inside a node, which has one process here: ask for" \
-        "several GPUs per node, or use accelerate_configs/fsdp.yaml"
-fi
-processes=$((nodes * per_node))
-# Each job has a port of its own (array tasks have job ids of their own). It is below the ports that
-# the kernel hands out.
-port=$((10000 + SLURM_JOB_ID % 20000))
-while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
-
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
-# When C++ ends a rank, as NCCL does after a timeout, Python says where its threads stood, and torch
-# writes the rank's last collectives to ~/.cache/torch/comm_lib_trace_rank_*.
-export PYTHONFAULTHANDLER=${PYTHONFAULTHANDLER-1} TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE-2000}
-export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
-
-# The output directory is this job's, so that it finds its own checkpoints when it runs again.
-name=$(basename "$script" .py)-$(basename "${config%.*}")
-output=runs/$name-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-given='' previous=''
-for word in "$@"; do
-    case $word in --output_dir=*) given=1 output=${word#*=} ;; esac
-    [ "$previous" != --output_dir ] || given=1 output=$word
-    previous=$word
-done
-[ -n "$given" ] || set -- "$@" --output_dir "$output"
-[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
-    fail "the tasks of an array would share --output_dir $output"
-mkdir -p "$output" || fail "cannot make the output directory $output"
 # Rank 0 of a run holds this lock. A job that is queued again waits here for ranks of its last
 # attempt that still save.
 taken="another run is writing into $output"
@@ -127,66 +137,38 @@ locked() { # a file system without locks gives another exit code
     flock "$@" --conflict-exit-code 75 "$output/.lock" true
     [ $? = 75 ]
 }
-! locked --wait 60 || fail "$taken: wait for it, or choose another --output_dir"
+! locked --wait "$DISK_TIMEOUT" || fail "$taken: wait for it, or choose another --output_dir"
 
 # ---------------------------------------------------------------------------------- the launch line
 
+# Each job has a port of its own (array tasks have job ids of their own). It is below the ports that
+# the kernel hands out.
+port=$((10000 + SLURM_JOB_ID % 20000))
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done # in use
 # Static rendezvous: Slurm numbers the nodes, so rank 0 is on the node whose address is known (c10d
 # would number the nodes as they come). No node joins or leaves: if one is lost, the whole job is
 # queued again.
-line=(--config_file "$config" --num_machines "$nodes" --num_processes "$processes"
-    --rdzv_backend static --rdzv_conf timeout=300
-    --main_process_ip "$first" --main_process_port "$port" --deepspeed_multinode_launcher standard)
+line=(--config_file "$config" --num_machines "$nodes" --num_processes $((nodes * per_node))
+    --rdzv_backend static --rdzv_conf timeout=300 --main_process_ip "${MASTER_ADDR:-$first}"
+    --main_process_port "$port" --deepspeed_multinode_launcher standard)
 # Hybrid sharding, as HSDP: shards inside a node, whose links are fast, and a replica on each node.
-! grep -q '^parallelism_config:' "$config" || line+=(
-    --parallelism_config_dp_replicate_size "$nodes" --parallelism_config_dp_shard_size "$per_node")
+if grep -q '^parallelism_config:' "$config"; then
+    [ "$per_node" != 1 ] || fail "$config shards the model inside a node, which has one process" \
+        "here: ask for several GPUs per node, or use accelerate_configs/fsdp.yaml"
+    line+=(--parallelism_config_dp_replicate_size "$nodes"
+        --parallelism_config_dp_shard_size "$per_node")
+fi
 line+=("${launcher_flags[@]}" "$script" --resume "$@")
-# $SLURM_NODEID has its value on the node only; here it would be 0 for all nodes. On most clusters
-# Slurm signals this shell and nothing below it. So the shell passes the signal on to the ranks,
-# which are the children of the launcher. The launcher itself has to ignore the signals, or it would
-# die and take the ranks with it.
-# shellcheck disable=SC2016
-task='trap "" USR1 TERM
-accelerate-launch --machine_rank "$SLURM_NODEID" "$@" &
-launcher=$!
-for signal in USR1 TERM; do trap "pkill -$signal -P $launcher" $signal; done
-while kill -0 $launcher 2>/dev/null; do wait $launcher; done
-wait $launcher
-code=$?
-[ "$SLURM_NODEID" != 0 ] || touch "$FIRST_NODE_ENDED"
-exit $code'
 
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
+# When C++ ends a rank, as NCCL does after a timeout, Python says where its threads stood, and torch
+# writes the rank's last collectives to ~/.cache/torch/comm_lib_trace_rank_*.
+export PYTHONFAULTHANDLER=${PYTHONFAULTHANDLER-1} TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE-2000}
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
+# When one node's launcher has failed, the others are ended at once; when it is done, they get 20 s.
+run=("${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20 "${SRUN_OPTIONS[@]}")
 echo "job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}:" \
     "$script with $config, $nodes node(s) x $per_node process(es), $(date '+%F %T')"
-# A start reads thousands of small files, at which a disk of many nodes is slow, unlike at one file.
-if [ -n "${NODE_DISK:-}" ]; then
-    environment=$(python -c 'import sys; print(sys.prefix)') began=$SECONDS
-    [ -e "$environment/pyvenv.cfg" ] || fail "NODE_DISK takes a venv, and $environment is none"
-    export ARCHIVE=$environment.tar UNPACKED=$NODE_DISK/environment-$SLURM_JOB_ID
-    # shellcheck disable=SC2016
-    flock "$ARCHIVE.lock" bash -c '
-        [ "$ARCHIVE" -nt "$(echo "$0"/lib/python3*/site-packages)" ] ||
-            { tar -C "$0" -cf "$ARCHIVE.new" . && mv "$ARCHIVE.new" "$ARCHIVE"; }' "$environment" ||
-        fail "cannot write $ARCHIVE"
-    echo "packed in $((SECONDS - began)) s: $ARCHIVE" && began=$SECONDS
-    # The scripts of a venv name its own Python, and this is another.
-    # shellcheck disable=SC2016
-    "${on_each_node[@]}" bash -c '
-        rm -rf "$UNPACKED" && mkdir -m 700 "$UNPACKED" && tar -C "$UNPACKED" -xf "$ARCHIVE" &&
-        printf "#!/bin/sh\nexec %q -m accelerate.commands.launch \"\$@\"\n" \
-            "$UNPACKED/bin/python" >"$UNPACKED/bin/accelerate-launch"' ||
-        fail "cannot unpack $ARCHIVE into $NODE_DISK on each node"
-    echo "unpacked in $((SECONDS - began)) s: $UNPACKED on each node"
-    export PATH=$UNPACKED/bin:$PATH VIRTUAL_ENV=$UNPACKED
-fi
-python - <<'EOF'
-import platform
-from importlib.metadata import distributions
-have = {found.name: found.version for found in distributions()}
-print(f"python {platform.python_version()}, " + ", ".join(
-    f"{name} {have.get(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")))
-EOF
-run=("${on_each_node[@]}" --kill-on-bad-exit=1 --wait=20)
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS; on each node, with the machine_rank of its own:"
 printf '%q ' "${run[@]}" accelerate-launch --machine_rank 0 "${line[@]}"
 echo
@@ -203,8 +185,7 @@ record() { stat -c %Y.%i "$output/$RECORD" 2>/dev/null; }
 before=$(checkpoint) record_before=$(record) left=''
 export FIRST_NODE_ENDED=$output/.ended
 rm -f "$FIRST_NODE_ENDED"
-# When one node's launcher has failed, the others are ended at once; when it is done, they get 20 s.
-"${run[@]}" bash -c "$task" launch "${line[@]}" &
+"${run[@]}" bash sbatch/node.sh "${line[@]}" &
 srun=$! code=unknown
 while kill -0 "$srun" 2>/dev/null; do
     [ ! -e "$FIRST_NODE_ENDED" ] || left=${left:-$SECONDS}
@@ -218,10 +199,6 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 kill -0 "$srun" 2>/dev/null || { wait "$srun"; code=$?; }
 rm -f "$FIRST_NODE_ENDED"
-if [ -n "${UNPACKED:-}" ]; then # what is left when the time is over goes when this job runs again
-    [ -n "$warned$stopped" ] && seconds=5 || seconds=60
-    timeout "$seconds" "${on_each_node[@]}" rm -rf "$UNPACKED"
-fi
 
 echo "end: $(date '+%F %T'), $SECONDS s, srun's exit code $code"
 [ "$(record)" != "$record_before" ] && new=1 || new=''
@@ -239,6 +216,6 @@ advice="the same sbatch with --output_dir $output continues where it stopped"
 [ "$(checkpoint)" != "$before" ] ||
     fail "not completed, and without a new checkpoint, so not queued again; see above"
 echo "not completed, but saved as far as $(checkpoint): queued again"
-scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue this job again: $advice"
+scontrol requeue "$job" || fail "Slurm does not queue this job again: $advice"
 exit
 }

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC1091
+# shellcheck shell=bash disable=SC1091,SC2034
 # What this cluster needs. It is the one file to edit. Every job reads it on its first node before
 # anything starts, and sweep.sh reads it where you type. But sbatch reads SBATCH_ variables from
 # your shell only. If you set some here, type this once per session:
@@ -15,14 +15,22 @@ command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source
 # Modules may set PYTHONPATH. What it names comes before the packages of a venv.
 [ -z "${VIRTUAL_ENV:-}" ] || unset PYTHONPATH
 
-# If a job needs minutes until its ranks start, as .venv is on Lustre or NFS: with this line, a job
-# copies it as one file to this disk of each node, and runs from there (docs/cluster.md).
-# export NODE_DISK=${TMPDIR:-/tmp}
+# More options of srun, and a program that starts the ranks, such as a container's.
+# SRUN_OPTIONS=(--cpu-bind=cores)
+# SRUN_OPTIONS=(apptainer exec --nv ~/torch.sif)
+# SRUN_OPTIONS=(--container-image="$HOME/torch.sqsh" --container-mounts="$HOME,$PWD"
+#     --container-workdir="$PWD")
 
-# The network of the ranks, if they do not find each other: a name that `ip address` shows.
+# The network of the ranks, if they do not find each other: a name that `ip address` shows. If the
+# nodes have another name on the fast network, name the first one so.
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_DEBUG=INFO
+# export MASTER_ADDR=$(hostname -s)-ib0
+
+# Seconds that a job waits for all of its nodes (default: 600), and for a network disk that shows
+# files late, or for an earlier attempt that still saves (default: 60).
+# export NODES_TIMEOUT=1200 DISK_TIMEOUT=120
 
 # Models and data: a folder with space that all nodes see. If compute nodes have no network, set
 # HF_HUB_OFFLINE, and prepare the data on a login node:

@@ -2,7 +2,7 @@
 # Measure strategies x node shapes x repeats, and report. Run this from the project's root, without
 # sbatch:
 #   sbatch/sweep.sh --dry_run
-#       lists the jobs, the GPU-hours and the GB that they may take, and submits nothing
+#       lists the jobs and the GPU-hours that they may take, and submits nothing
 #   sbatch/sweep.sh train_bert_squad.py --num_epochs 2
 #       prints their sum, and submits the jobs, and a last job that makes the report
 #   sbatch/sweep.sh --local train_mnist_rnn.py --dataset digits
@@ -31,24 +31,15 @@ set -uo pipefail
 source sbatch/common.sh
 load_site
 strategies="baseline dp ddp fsdp hsdp zero2 zero3" shapes='' repeats=2 minutes=60
-global_batch='' dry_run='' local='' yes=''
-folder=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
+global_batch_size='' dry_run='' local='' yes=''
+output_dir=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$
 while [ $# -gt 0 ]; do
     case $1 in
-        --dry_run) dry_run=1 ;;
-        --local) local=1 ;;
-        --yes) yes=1 ;;
+        --dry_run | --local | --yes) printf -v "${1#--}" 1 ;;
         --help | -h) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
         --strategies | --shapes | --repeats | --minutes | --global_batch_size | --output_dir)
             [ $# -gt 1 ] || fail "$1 needs a value"
-            case $1 in
-                --strategies) strategies=$2 ;;
-                --shapes) shapes=$2 ;;
-                --repeats) repeats=$2 ;;
-                --minutes) minutes=$2 ;;
-                --global_batch_size) global_batch=$2 ;;
-                --output_dir) folder=$2 ;;
-            esac
+            printf -v "${1#--}" %s "$2"
             shift
             ;;
         *) break ;;
@@ -60,9 +51,9 @@ script=${1:-train_bert_squad.py}
 [ -f "$script" ] || fail "no script or option $script (--help lists the options)"
 [[ $repeats =~ ^[1-9][0-9]*$ ]] || fail "--repeats must be a number from 1 on, got $repeats"
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "--minutes must be a number from 1 on, got $minutes"
-[ ! -e "$folder/sweep.csv" ] || fail "$folder holds another sweep: choose another --output_dir"
+[ ! -e "$output_dir/sweep.csv" ] || fail "$output_dir has a sweep: choose another --output_dir"
 # With a fixed global batch, one device has another batch than each of several.
-one=$([ -n "$global_batch" ] || echo 1x1)
+one=$([ -n "$global_batch_size" ] || echo 1x1)
 shapes=${shapes:-$one $([ -n "$local" ] && echo 1x2 || echo 1x2 2x1 2x2)}
 gres=${SWEEP_GRES:-gpu} unit=GPU
 [ "$gres" != none ] || unit=core
@@ -92,70 +83,50 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
             left_out=$shape
             continue
         fi
-        [ -z "$global_batch" ] || [ $((global_batch % (nodes * gpus))) = 0 ] ||
-            fail "--global_batch_size $global_batch does not divide by" \
+        [ -z "$global_batch_size" ] || [ $((global_batch_size % (nodes * gpus))) = 0 ] ||
+            fail "--global_batch_size $global_batch_size does not divide by" \
                 "the $((nodes * gpus)) devices of $shape"
         cells+=("$strategy-${nodes}x$gpus-r$repeat,$strategy,$nodes,$gpus,$repeat")
         gpu_minutes=$((gpu_minutes + nodes * gpus * minutes))
     done
 done; done
 [ -z "${left_out:-}" ] || echo "leaving out $left_out: this machine has $here GPU(s)"
-runs=${#cells[@]}
-[ "$runs" -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
+[ ${#cells[@]} -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
+hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
+sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours" # one job makes the report
 if [ -n "$dry_run" ]; then
     for cell in "${cells[@]}"; do
         IFS=, read -r run _ nodes gpus _ <<<"$cell"
         echo "$run: $nodes node(s) x $gpus $unit(s), at most $minutes minutes"
     done
-    echo "$runs runs of $script $*"
+    echo "${#cells[@]} runs of $script $*"
 fi
-# The disk of train_bert_squad.py, in fp32: the weights of each run of the first repeat. A run that
-# goes on has its last and its best weights, two checkpoints of weights and two states of Adam at
-# most, and writes another.
-# shellcheck disable=SC2016
-disk=$([ "$script" != train_bert_squad.py ] || python - $((runs / repeats)) "$@" 2>/dev/null <<'EOF'
-import sys
-from fit import read_model
-from planning.memory import count_parameters
-words = " ".join(sys.argv[2:]).replace("=", " ").split()
-name = words[words.index("--model_name_or_path") + 1] if "--model_name_or_path" in words else ""
-name = next((known for known in ("bert-base", "bert-large") if known in name), name or "bert-base")
-parameters = count_parameters(read_model(name))[0]
-print(f"and {(int(sys.argv[1]) + 2 + 3 * 3) * 4 * parameters / 1e9:.1f} GB of disk")
-EOF
-)
-hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
-sum="$((runs + 1)) jobs, at most $hours $unit-hours${disk:+ $disk}" # one makes the report
 [ -n "$local" ] || echo "$sum, if every job took all its time"
 [ -z "$dry_run" ] || exit 0
-[ -z "$local" ] || need_launcher
-[ -n "$local" ] || command -v sbatch >/dev/null ||
-    fail "no sbatch on the PATH: type this on the cluster, or use --local"
-if [ -z "$local$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
-    [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
-    read -rp "submit them? [y/N] " answer
-    [[ $answer = [yY]* ]] || fail "nothing was submitted"
-fi
 
-# ----------------------------------------------------------------------------- run them, and report
+# ------------------------------------------------------------------------------------------- run it
 
-mkdir -p "$folder" || exit 1
 # The plan, so that the report also shows what is missing.
-echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$folder/sweep.csv"
-[ -z "$local" ] || for cell in "${cells[@]}"; do # Slurm's jobs are added with their numbers, below
-    echo "$cell,"
-done >>"$folder/sweep.csv"
-jobs=0 last='' failed=0
-for cell in "${cells[@]}"; do
-    IFS=, read -r run strategy nodes gpus repeat <<<"$cell"
-    drop="checkpoints best" # of a completed run
+begin() { mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan"; }
+plan=$output_dir/sweep.csv report=(python report.py "$output_dir")
+
+choose() { # what a cell of the matrix runs: its YAML, its flags, and what it drops when completed
+    IFS=, read -r run strategy nodes gpus repeat <<<"$1"
+    yaml=accelerate_configs/$strategy.yaml flags=("${@:2}" --output_dir "$output_dir/$run")
+    [ -z "$global_batch_size" ] ||
+        flags+=(--per_device_train_batch_size $((global_batch_size / nodes / gpus)))
+    drop="checkpoints best"
     [ "$repeat" = 1 ] || drop+=" model.safetensors"
-    flags=("$@" --output_dir "$folder/$run")
-    share=$((global_batch / nodes / gpus))
-    [ -z "$global_batch" ] || flags+=(--per_device_train_batch_size "$share")
-    yaml=accelerate_configs/$strategy.yaml
-    if [ -n "$local" ]; then
-        echo "$(date +%T) $run; its output goes to $folder/$run.log"
+}
+
+if [ -n "$local" ]; then
+    command -v accelerate-launch >/dev/null || fail "no accelerate on the PATH: make setup"
+    begin || exit 1
+    printf '%s,\n' "${cells[@]}" >>"$plan"
+    failed=0
+    for cell in "${cells[@]}"; do
+        choose "$cell" "$@"
+        echo "$(date +%T) $run; its output goes to $output_dir/$run.log"
         # One thread per device, also if your shell has another number, which accelerate would take:
         # with more, the processes of a shape could share cores that a baseline has for itself.
         environment=(OMP_NUM_THREADS=1) processes=$gpus
@@ -164,44 +135,56 @@ for cell in "${cells[@]}"; do
             environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
         fi
         if env "${environment[@]}" accelerate-launch --config_file "$yaml" --main_process_port 0 \
-            --num_processes "$processes" "$script" "${flags[@]}" >"$folder/$run.log" 2>&1; then
-            for dropped in $drop; do rm -rf "${folder:?}/$run/$dropped"; done
+            --num_processes "$processes" "$script" "${flags[@]}" >"$output_dir/$run.log" 2>&1; then
+            for dropped in $drop; do rm -rf "${output_dir:?}/$run/$dropped"; done
         else
-            failed=1
-            echo "$run failed: $(grep '^error:' "$folder/$run.log" || echo "see $folder/$run.log")"
+            failed=1 log=$output_dir/$run.log
+            echo "$run failed: $(grep '^error:' "$log" || echo "see $log")"
         fi
+    done
+    "${report[@]}" >"$output_dir/report.log" || exit 1
+    tail -n 1 "$output_dir/report.log"
+    exit $failed
+fi
+
+command -v sbatch >/dev/null ||
+    fail "no sbatch on the PATH: type this on the cluster, or use --local"
+if [ -z "$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
+    [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
+    read -rp "submit them? [y/N] " answer
+    [[ $answer = [yY]* ]] || fail "nothing was submitted"
+fi
+begin || exit 1
+# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. Slurm fills in
+# what stands behind a %.
+submit=(sbatch --parsable --export=ALL) logs=${output_dir//%/%%}
+jobs=0 last=''
+for cell in "${cells[@]}"; do
+    choose "$cell" "$@"
+    ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
+    [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
+    # afterany: also after a job that failed
+    if job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" "${submit[@]}" "${ask[@]}" \
+        --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
+        --job-name="$run" --output="$logs/$run.log" \
+        sbatch/1node.sh "$yaml" "$script" "${flags[@]}"); then
+        job=${job%%;*}
+        last=$job jobs=$((jobs + 1))
     else
-        ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
-        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
-        # afterany: also after a job that failed
-        if job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" sbatch --parsable \
-            "${ask[@]}" --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
-            --job-name="$run" --output="$folder/$run.log" \
-            sbatch/1node.sh "$yaml" "$script" "${flags[@]}"); then
-            job=${job%%;*}
-            last=$job jobs=$((jobs + 1))
-        else
-            job=refused
-        fi
-        echo "$run: job $job"
-        echo "$cell,$job" >>"$folder/sweep.csv"
+        job=refused
     fi
+    echo "$run: job $job"
+    echo "$cell,$job" >>"$plan"
 done
-report=(python report.py "$folder")
-if [ -n "$local" ]; then
-    "${report[@]}" >"$folder/report.log" || exit 1
-    tail -n 1 "$folder/report.log"
-else
-    [ $jobs -gt 0 ] || fail "Slurm took none of the jobs; see above"
-    sbatch --parsable --dependency="afterany:$last" --job-name=report \
-        --nodes=1 --time=10 --output="$folder/report.log" >/dev/null <<EOF ||
+[ $jobs -gt 0 ] || fail "Slurm took none of the jobs; see above"
+"${submit[@]}" --dependency="afterany:$last" --job-name=report \
+    --nodes=1 --time=10 --output="$logs/report.log" >/dev/null <<REPORT ||
 #!/bin/bash
 source sbatch/common.sh
 load_site
 $(printf '%q ' "${report[@]}")
-EOF
-        fail "no job for the report; when all are done: ${report[*]}"
-    echo "$jobs jobs, then the report: $folder/report.md; squeue --me shows how far they are"
-fi
-exit $failed
+REPORT
+    fail "no job for the report; when all are done: ${report[*]}"
+echo "$jobs jobs, then the report: $output_dir/report.md; squeue --me shows how far they are"
+exit
 }

@@ -20,7 +20,8 @@ for name in set(os.environ) - {"SLURM_TESTS"}:
         del os.environ[name]
 os.environ |= dict.fromkeys(("HOME", "HF_HOME", "TMPDIR"), SCRATCH.name)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{SCRATCH.name}/inductor"
-# The tests compare numbers of CPU processes, also where there is a GPU.
+# The tests compare numbers of CPU processes, also where there is a GPU; test_gpu.py does not.
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # No test needs a network, and no proxy finds the servers that tests start.
 os.environ |= {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}

@@ -2,6 +2,7 @@
 environment. Rank 0 holds the lock of the scripts, and waits in a folder with a file `wait`.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -22,14 +23,17 @@ NAMES = [
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE",
     "FROM_THE_SITE_FILE",
+    "FROM_SRUN",
     "PYTHONFAULTHANDLER",
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
 ]
-folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--output_dir", type=os.path.expanduser)
+folder = Path(parser.parse_known_args()[0].output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 seen = {name: os.environ.get(name) for name in NAMES}
-seen |= {"host": socket.gethostname(), "argv": sys.argv[1:], "prefix": sys.prefix}
+seen |= {"host": socket.gethostname(), "argv": sys.argv[1:]}
 first = seen["RANK"] in (None, "0")
 if first:
     lock = open(folder / ".lock", "w")

@@ -51,10 +51,9 @@ class Cluster:
         conf += "".join(NODE.format(node, ADDRESSES[node]) for node in self.nodes)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "gres.conf").write_text(f"Name=gpu Type=a100 File={self.folder}/gpu[0-3]\n")
-        (self.folder / "hosts").write_text(
-            "127.0.0.1 localhost\n"
-            + "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
-        )
+        known = {"localhost": "127.0.0.1"} | ADDRESSES
+        lines = [f"{address} {name}\n" for name, address in known.items()]
+        (self.folder / "hosts").write_text("".join(lines))
 
     def start(self):
         try:
@@ -74,24 +73,12 @@ class Cluster:
 
     def power_on(self, name):
         """A host without a network yet: a shell that waits, and reaps what others leave behind."""
-        words = [
-            "unshare",
-            *NAMESPACES,
-            "--fork",
-            "--kill-child",
-            "bash",
-            "-c",
-            POWER_ON.format(folder=self.folder, name=name),
-        ]
+        words = ["unshare", *NAMESPACES, "--fork", "--kill-child", "bash", "-c"]
+        words.append(POWER_ON.format(folder=self.folder, name=name))
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         with open(self.folder / f"{name}.log", "a") as log:
-            host = self.hosts[name] = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+            host = subprocess.Popen(words, stderr=log, start_new_session=True, **how)
+        self.hosts[name] = host
         assert host.stdout.readline() == "ready\n", f"{name} did not start: {log.name}"
         host.init = int(Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text())
 
@@ -129,13 +116,9 @@ class Cluster:
     def on(self, host, *command, env=None, cwd="/", check=True, timeout=60):
         """What a command prints on a host; `check` says whether it has to succeed."""
         enter = ["nsenter", "--target", str(self.hosts[host].init), *NAMESPACES, f"--wd={cwd}"]
-        done = subprocess.run(
-            [*enter, "--", *map(str, command)],
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-            env=os.environ | {"SLURM_CONF": f"{self.folder}/slurm.conf"} | (env or {}),
-        )
+        words = [*enter, "--", *map(str, command)]
+        env = os.environ | {"SLURM_CONF": f"{self.folder}/slurm.conf"} | (env or {})
+        done = subprocess.run(words, text=True, capture_output=True, timeout=timeout, env=env)
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 

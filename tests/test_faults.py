@@ -28,17 +28,10 @@ class Job:
             "SPY_PAUSE": "0.03" if limited else "0",
             "OMP_NUM_THREADS": "1",
         }
-        limit = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
-        self.words = [
-            *limit,
-            f"--output={folder}.log",
-            "sbatch/2node.sh",
-            f"accelerate_configs/{strategy}.yaml",
-            "tests/spy.py",
-            *FLAGS.split(),
-            "--output_dir",
-            folder,
-        ]
+        self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
+        self.words += [f"--output={folder}.log", "sbatch/2node.sh"]
+        self.words += [f"accelerate_configs/{strategy}.yaml", "tests/spy.py", *FLAGS.split()]
+        self.words += ["--output_dir", folder]
         self.submit()
 
     def submit(self):
@@ -82,7 +75,7 @@ def cancel_and_resubmit(job):
 def signal_the_tasks_only(job):
     """As Slurm does with cgroups: USR1 to a node's task, not to what that started."""
     for node in ("n1", "n2"):
-        job.on(node, "pkill", "-USR1", "-f", "^[^ ]*bash -c trap")
+        job.on(node, "pkill", "-USR1", "-f", "^[^ ]*bash sbatch/node.sh")
 
 
 FAULTS = {
@@ -91,8 +84,8 @@ FAULTS = {
     "cut the link": cut_the_link,
     "cancel and resubmit": cancel_and_resubmit,
     "requeue": lambda job: job.on("ctl", "scontrol", "requeue", job.id),
-    # What Slurm does near the time limit, without the wait.
-    "warn of the time limit": lambda job: job.on("ctl", "scancel", "--batch", "-s", "USR1", job.id),
+    # What Slurm does near the time limit, without the wait, where a site's signal is USR2.
+    "warn of the time limit": lambda job: job.on("ctl", "scancel", "--batch", "-s", "USR2", job.id),
     "signal the tasks only": signal_the_tasks_only,
     "reach the time limit": lambda job: job.becomes("PENDING"),  # again and again
 }
@@ -124,11 +117,8 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     FAULTS[fault](job)
     ended, calm, steps = job.result(), undisturbed(strategy), job.steps()
 
-    starts = [
-        (before, after)
-        for before, after in zip(steps, steps[1:], strict=False)
-        if before[2] != after[2]
-    ]
+    pairs = zip(steps, steps[1:], strict=False)
+    starts = [(before, after) for before, after in pairs if before[2] != after[2]]
     # slurmctld tells a node a minute later what it could not be told: that the step is to end. The
     # job may be running again by then (by default it is held back for longer), and saves.
     assert len(starts) == 1 or starts and (limited or fault == "cut the link")

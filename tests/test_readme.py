@@ -39,7 +39,6 @@ ELSEWHERE = [  # and these: the tests of make and fit.py below, test_bert_data, 
     "sbatch/sweep.sh",
     "sbatch sbatch/2node.sh",
     "sbatch sbatch/check.sh",
-    "sbatch --nodes=1 --gres=gpu:2 --time=40 sbatch/check.sh --full",
 ]
 HERE = sorted(COMMANDS - {*CI, *ELSEWHERE})
 LAUNCHES, JOBS = (
