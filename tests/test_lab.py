@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -180,6 +181,16 @@ def test_512_devices(shell):
     check_kind(pasted, printed)
     for kind_of, calls in (("all_gather", 27), ("reduce_scatter", 14)):
         assert re.search(rf"\| {kind_of} +\| +512 \| +1 \| +{calls} \|", printed), printed
+
+
+def test_the_course(tmp_path):
+    """A student's variant of exercise 9, to the digit, and what a class's small sweep may cost."""
+    for name in "accelerate_configs docs fit.py planning sbatch train_bert_squad.py".split():
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    for commands, pasted in blocks_of((ROOT / "docs" / "teaching.md").read_text()):
+        printed = subprocess.check_output(["bash", "-ec", commands], cwd=tmp_path, text=True)
+        assert set(pasted.splitlines()) - {"..."} <= set(printed.splitlines())
 
 
 def test_the_batch_sweep_of_before_you_scale(shell):
