@@ -24,7 +24,7 @@ PAGES = {
         *(ROOT / "docs").rglob("*.md"),
     ]
 }
-OTHERS = {"--logdir", "--pid"}  # flags of TensorBoard and py-spy
+OTHERS = {"--logdir", "--pid", "--nnodes"}  # flags of TensorBoard, py-spy and torchrun
 
 
 def tables(first_cell):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,12 +18,9 @@ from conftest import ROOT, environment
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "docs" / "lab.md").read_text()
 SMALLER = {  # sizes of the text, and those of the test
-    "hidden_size=768": "hidden_size=192",
-    "intermediate_size=3072": "intermediate_size=384",
-    "hidden_size=384, num_hidden_layers=6": "hidden_size=96, num_hidden_layers=2",
-    "intermediate_size=1536": "intermediate_size=192",
+    "--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128",  # of make_bert.py
+    "--hidden_size 768": "--hidden_size 192",
     "--max_train_steps 8": "--max_train_steps 3",
-    "--num_epochs 12": "--num_epochs 1",
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
 }
 SET_UP = ["make setup", "source .venv/bin/activate"]  # of README, which .ci/run types
@@ -99,7 +97,6 @@ def shell(tmp_path_factory):
 
     def type_in(lines, forked):
         path = [f"export PATH={shlex.quote(str(tools))}:$PATH"] if forked else []
-        # By way of stdin, so that the pkill of exercise 8 does not find this shell.
         done = subprocess.run(
             ["bash"],
             input="\n".join(["set -e", *path, *lines]),
@@ -184,6 +181,16 @@ def test_512_devices(shell):
     check_kind(pasted, printed)
     for kind_of, calls in (("all_gather", 27), ("reduce_scatter", 14)):
         assert re.search(rf"\| {kind_of} +\| +512 \| +1 \| +{calls} \|", printed), printed
+
+
+def test_the_course(tmp_path):
+    """A student's variant of exercise 9, to the digit, and what a class's small sweep may cost."""
+    for name in "accelerate_configs docs fit.py planning sbatch train_bert_squad.py".split():
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    for commands, pasted in blocks_of((ROOT / "docs" / "teaching.md").read_text()):
+        printed = subprocess.check_output(["bash", "-ec", commands], cwd=tmp_path, text=True)
+        assert set(pasted.splitlines()) - {"..."} <= set(printed.splitlines())
 
 
 def test_the_batch_sweep_of_before_you_scale(shell):

@@ -14,7 +14,7 @@ and
     DP's inputs, outputs, gradients of outputs   an eighth of a layer for each of the n-1 GPUs
 
 When something starts follows: as soon as its lane is free, and what it needs is there. slow.svg is
-drawn from measured records, memory.svg by the formulas of fit.py.
+drawn from measured records, memory.svg and held.svg by the formulas of fit.py.
 """
 
 import itertools
@@ -395,6 +395,34 @@ def hold(picture):
     )
 
 
+def held(picture):
+    """What a device holds between two steps, under each strategy. Returns where this ends."""
+    from fit import MODELS
+    from planning import memory
+
+    parameters = memory.count_parameters(MODELS["bert-large"])[0]
+    whole = 16 * parameters / 1e6
+    scale, y = 560 / whole, 8
+    for name in ("baseline", "dp", *NAMES):
+        title = {"baseline": "baseline", "dp": "DP, on GPU 0"} | NAMES
+        picture.text(LEFT + 6, y + 23, title[name], "end", 16)
+        parts, x = memory.bytes_of_parts(name, parameters, GPUS), LEFT + 14
+        for part, (_, colour) in zip(
+            ("parameters", "gradients", "states"), (PARAMETERS, GRADIENTS, STATES), strict=True
+        ):
+            wide = parts[part] / 1e6 * scale
+            picture.box(x, y, wide, 32, colour)
+            x += wide
+        picture.text(x + 8, y + 23, f"{sum(parts.values()) / 1e6:,.0f} MB", size=16)
+        y += 42
+    x = LEFT + 14
+    for part, colour in (PARAMETERS, GRADIENTS, ("optimizer states", STATES[1])):
+        picture.box(x, y + 4, 18, 18, colour)
+        picture.text(x + 25, y + 19, part.split(" ")[0] if colour != GREEN else part, size=16)
+        x += 150
+    return y + 34
+
+
 # ------------------------------------------------------------------------------- a run's life
 
 LIFE = {  # phases of a run: what each lane does in it
@@ -431,7 +459,7 @@ def inside(picture):
 
 # Name: what draws it into a Picture, and returns the height.
 PICTURES = {name: (lambda picture, name=name: strategy(picture, name)) for name in STRATEGIES}
-PICTURES |= {"steps": steps, "slow": slow, "memory": hold, "inside": inside}
+PICTURES |= {"steps": steps, "slow": slow, "memory": hold, "held": held, "inside": inside}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
