@@ -21,6 +21,8 @@ SMALLER = {  # sizes of the text, and those of the test
     "intermediate_size=3072": "intermediate_size=384",
     "hidden_size=384, num_hidden_layers=6": "hidden_size=96, num_hidden_layers=2",
     "intermediate_size=1536": "intermediate_size=192",
+    "--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128",  # of make_bert.py
+    "--hidden_size 768": "--hidden_size 192",
     "--max_train_steps 8": "--max_train_steps 3",
     "--num_epochs 12": "--num_epochs 1",
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=

@@ -25,8 +25,7 @@ LAB, MEASURED = ROOT / "docs" / "lab", ROOT / "docs" / "results" / "report-cpu"
 PAGES = ("11-profile.md", "13-report.md", "report-template.md")
 PROFILE, TEXT, TEMPLATE = ((LAB / name).read_text() for name in PAGES)
 KEPT = ROOT / "docs" / "img" / "traces"
-SMALLER = {"hidden_size=384": "hidden_size=96", "num_hidden_layers=6": "num_hidden_layers=2"}
-SMALLER["intermediate_size=1536"] = "intermediate_size=192"
+SMALLER = {"--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128"}
 
 
 # -------- the profile
