@@ -122,12 +122,12 @@ def test_commands_print_what_the_page_shows(outputs):
         for repeats in re.findall(r"make sweep REPEATS=(\d)", commands):
             assert f'--repeats {repeats}"' in outputs[0][commands]
     example = TEXT.split("```text\n")[1].split("```")[0]
-    assert (LAB / "times-by-hand.csv").read_text().startswith(example)
+    assert (LAB / "simulated-times.csv").read_text().startswith(example)
 
 
 def test_tables_are_those_of_the_reports(outputs):
     """Of the times taken by hand; of steps on one process and on two."""
-    report = (outputs[1] / "runs/report/by-hand/report.md").read_text()
+    report = (outputs[1] / "runs/report/simulated/report.md").read_text()
     assert table_of(TEXT, "nodes x devices") == table_of(report, "nodes x devices")
     with open(MEASURED / "report.csv") as file:
         steps = {
@@ -141,7 +141,7 @@ def test_tables_are_those_of_the_reports(outputs):
 
 
 def test_riddle_4_has_the_figures_of_tukeys_test():
-    [workload] = comparing.find_workloads(times.read_times(LAB / "times-by-hand.csv")[0])
+    [workload] = comparing.find_workloads(times.read_times(LAB / "simulated-times.csv")[0])
     cells = {(cell.setting.strategy, cell.setting.shape): cell for cell in workload.cells}
     pair = cells["zero2", "2 x 2"], cells["fsdp", "2 x 2"]
     low, high = (100 * math.expm1(end) for end in workload.intervals[pair])
