@@ -94,7 +94,7 @@ def test_hsdp_resumes_on_the_same_sizes_only(runs, tmp_path):
 def climbed(tmp_path_factory):
     """The Result of the page's commands, word for word, in a folder of their own."""
     folder = tmp_path_factory.mktemp("ladder")
-    for name in ("accelerate_configs", "tests", "fit.py", "report.py", SCRIPT):
+    for name in ("accelerate_configs", "docs", "tests", "fit.py", "report.py", SCRIPT):
         (folder / name).symlink_to(ROOT / name)
     first = re.findall(r"^python fit\.py \d+GB.*\n", PAGE, re.M)
     commands = "".join([*first, *(commands for commands, _ in blocks_of(PAGE))])
