@@ -1,5 +1,5 @@
 """fit.py: its table, what it says of a record, and one line for bad input; its formulas beside
-what is counted on a CPU. test_ladder.py has real runs that fit as it said.
+what is counted on a CPU.
 """
 
 import json
@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, run
+from conftest import ROOT, launch
 from test_bert import TINY
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
@@ -62,7 +62,6 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
                 for size in (batch or 1, batch + 1)
             )
             assert fits == bool(batch) and not fails
-    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_the_table_of_the_page_is_what_is_printed(fit_says):
@@ -78,19 +77,13 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
 
 
-def test_commands_of_readme_and_of_the_docstring_work(fit_says):
+def test_commands_of_the_docstring_work_and_memory_is_read(fit_says):
     commands = re.findall(r"^ +python fit.py (\d.*)$", fit.__doc__, re.M)
     assert len(commands) == 3
     for command in commands:
         rows, _ = fit_says(*shlex.split(command))
         assert rows["ddp"]["fits"] == "yes"
-    done = run([sys.executable, "fit.py", "40GB"])
-    assert done.code == 0 and done.out == fit_says("40GB")[1]
-
-
-@pytest.mark.parametrize("text, size", SIZES.items())
-def test_memory_is_read(text, size):
-    assert fit.read_memory(text) == size
+    assert all(fit.read_memory(text) == size for text, size in SIZES.items())
 
 
 @pytest.mark.parametrize(
@@ -99,21 +92,13 @@ def test_memory_is_read(text, size):
         ("", None, "required: memory"),
         ("'40 apples'", None, "'40 apples' is no memory such as"),
         ("0GB", None, "'0GB' is no memory"),
-        ("40", None, "'40' is no memory"),
         ("4GB --per_device_train_batch_size 0", None, "--per_device_train_batch_size has to be 1"),
-        ("4GB --num_processes two", None, "invalid int value"),
         ("4GB --max_seq_length 1024", None, "the model's longest input 512"),
-        ("4GB --mixed_precision fp16", None, "invalid choice"),
-        ("4GB --dropout 1", None, "--dropout has to be"),
         ("4GB --config_overrides heads=3", None, "'heads=3' is none of"),
-        ("4GB --config_overrides hidden_size=0", None, "'hidden_size=0' is none of"),
         ("4GB --model gpt-5", None, "cannot read the model gpt-5"),
         ("4GB --model FILE", "{", "is not the config of a BERT"),
-        ("4GB --model FILE", "[]", "is not the config of a BERT"),
-        ("4GB --model FILE", "{}", "model_type"),
         ("4GB --model FILE", '{"model_type": "gpt2"}', "of type 'gpt2', not 'bert'"),
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
-        ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
         *(("FILE", text, "FILE is no record of a run") for text in NO_RECORDS),
     ],
@@ -174,7 +159,7 @@ class Live(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("words", ["baseline no", "baseline bf16 AC", "ddp no AC", "ddp bf16"])
+@pytest.mark.parametrize("words", ["baseline no", "ddp bf16 AC"])
 def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384):
     """Its tensors have sizes and no contents, so this takes no memory. A second micro-batch finds
     all gradients there, as DDP does. Attention has no dropout: with it, a CPU keeps the scores.
@@ -202,12 +187,11 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384)
             optimizer.step()
             optimizer.zero_grad()
     total = memory.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
-    print(f"{words}: counted / formula {live.peak / total:.3f}")
     assert live.peak == pytest.approx(total, rel=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_bytes_held_in_bf16_as_counted(strategy, tmp_path):
     """By both ranks of a run, after a backward pass. test_bert.py and test_ladder.py count fp32."""
     few = [*TINY, "--max_train_steps", 3, "--dropout", 0, "--max_eval_samples", 4]
@@ -299,14 +283,3 @@ def test_no_formula_of_bert_says_what_a_smaller_batch_saves_an_lstm():
         assert "a smaller batch saves is not known" in text and len(tried) == 3
     *_, text = explained("baseline", parameters=20_000, peak=5000)
     assert "a smaller batch or model" in text
-
-
-@pytest.mark.parametrize("name", ["ddp-1x2-r1", "fsdp-1x2-r1"])
-def test_a_real_record_is_explained(name, example_records, fit_says):
-    path = example_records / name / "run.json"
-    _, out = fit_says(str(path))
-    parts, _ = parts_and_rungs(out)
-    peak = max(rank["peak_memory_mb"] for rank in json.loads(path.read_text())["ranks"])
-    total = parts.pop("total")
-    assert total == pytest.approx(peak, abs=1)
-    assert sum(parts.values()) == pytest.approx(total, abs=4)
