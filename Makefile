@@ -74,7 +74,7 @@ test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, oth
 
 # Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
 test-rest:
-	$(BIN)/python -m pytest -m "not cluster and not matrix"
+	$(BIN)/python -m pytest $(TWO) -m "not cluster and not matrix"
 
 test-cluster:
 	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \
