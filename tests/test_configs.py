@@ -12,6 +12,8 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, RUNGS, STRATEGIES
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from planning import memory
+
 CONFIGS = ROOT / "accelerate_configs"
 YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
 # Where the run takes place, and what is a hyper-parameter; the first two have no effect anyway.
@@ -78,6 +80,7 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
     zero = config["zero_optimization"]
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     assert set(zero) <= known, "DeepSpeed has no such key"
+    assert zero["reduce_bucket_size"] == memory.BUCKET, "fit.py's formulas count on it"
     assert path.stem.removesuffix("_offload") == f"zero{zero['stage']}"
     named = yaml.safe_load(path.with_suffix(".yaml").read_text())["deepspeed_config"]
     assert named["deepspeed_config_file"] == f"accelerate_configs/{path.name}"

@@ -1,7 +1,6 @@
 """dry_run.py: what it counts is what real ranks send and hold; what 512 ranks hold; its errors."""
 
 import json
-import os
 import runpy
 from collections import Counter
 
@@ -64,6 +63,9 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
     assert {key: row["bytes"] for key, row in counted.items()} == pytest.approx(dict(sizes))
     held = json.loads((tmp_path / "bytes_0.json").read_text())
     assert dry["parameters"] == sum(held.pop("sizes")) and dry["held_bytes"] == held
+    if script[0] == "train_bert_squad.py" and strategy != "hsdp":
+        formula = memory.bytes_held(strategy, dry["parameters"], ranks, precision)
+        assert sum(held.values()) == pytest.approx(formula, rel=0.06)
     assert dry["micro_batches"] == 2 and not (tmp_path / "dry" / "run.json").exists()
 
 
@@ -83,23 +85,6 @@ def test_what_512_ranks_hold_of_bert_base(cell):
     for part in ("parameters", "gradients", "states"):
         more = GAPS.get((strategy[:5], part), 1.18 if strategy == "fsdp" else 1)
         assert held[part] / formula[part] == pytest.approx(more, rel=0.005), part
-
-
-@pytest.mark.slow
-def test_bert_base_on_512_ranks_takes_less_than_a_minute(tmp_path):
-    """And counts what is kept, ZeRO-2's 521 reduces and FSDP's padding among it."""
-    words = SCALE["make_inputs"](tmp_path)
-    kept = {cell["strategy"]: cell for cell in SCALE["KEPT"] if cell["devices"] == 512}
-    for strategy, kind, calls, size in (
-        ("zero2", "reduce", 521, 435_572_744),
-        ("fsdp", "all_gather", 27, 1_025_124_352),
-    ):
-        before = os.times()
-        found = SCALE["count"](strategy, 512, tmp_path, words)
-        assert os.times().children_user - before.children_user < 60  # of the CPU, on any machine
-        assert found["collectives"] == kept[strategy]["collectives"]
-        [row] = [row for row in found["collectives"] if row["kind"] == kind]
-        assert (row["calls"], row["bytes"]) == (calls, size)
 
 
 def test_hsdp_counts_inside_nodes_and_between_them(tmp_path):
