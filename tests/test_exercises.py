@@ -1,12 +1,7 @@
-"""docs/lab/09-by-hand.md and 10-faults.md: their commands print what is pasted there, right
-solutions pass the checkers, and each fault is named.
-"""
+"""The checkers of exercises 9 and 10 name each fault. test_pages.py has the right solutions."""
 
 import re
-import shlex
-import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import check_ex9
@@ -15,7 +10,6 @@ import pytest
 import warm
 import watch
 from conftest import ROOT, anchor, environment
-from test_lab import blocks_of, check_kind
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
@@ -24,11 +18,6 @@ BY_HAND, FLAT, SHARDED, ACCELERATED, MENDED, GOING = (
     for name in ("by_hand", "flat", "sharded", "accelerated", "mended", "going")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
-# Until the first rank of exercise 10 hangs, and then some time for the second one.
-WAIT = (
-    "for i in $(seq 60); do py-spy dump --pid $(pgrep -P $! | head -n 1) 2>&1 | "
-    "grep -qE 'evaluate|ermission' && break; sleep 2; done; sleep 10"
-)
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
 
 # A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
@@ -214,73 +203,3 @@ def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
     code, printed, _ = judged(check_ex9, text, "--seconds", "5")
     assert code == 1 and "runs to its end" in printed, printed
     assert re.search(said.format(number), printed), printed  # the launcher may end the other rank
-
-
-def start(command, folder):
-    """What a launcher's command prints, by forked ranks as above; (exit code, text)."""
-    words = shlex.split(command)
-    argv = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
-    log = folder / "log"
-    log.write_text("")
-    code = warm.run_ranks(WORDS, argv, environment({}), folder, log, log, 200)
-    return code, log.read_text()
-
-
-def type_in(commands, folder):
-    """What commands print in a shell, and its exit code."""
-    done = subprocess.run(
-        ["bash", "-c", commands],
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
-    return done.returncode, done.stdout
-
-
-def check_hang(commands, pasted, folder):
-    """Some systems let root alone use py-spy, as the page says."""
-    _, printed = type_in(commands.replace("sleep 20", WAIT), folder)
-    if "ermission" not in printed:
-        check_kind(pasted, printed)
-
-
-@pytest.mark.parametrize("page", ["09-by-hand", "10-faults"])
-def test_page(page, tmp_path, judged):
-    """All commands, in order. The files that a student changes become right ones before the blocks
-    in which nothing is wrong any more. The checker itself starts ranks once with accelerate, and
-    once with torchrun.
-    """
-    for name in ("accelerate_configs", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    right = {
-        "my_ddp.py": BY_HAND,
-        "my_flat.py": FLAT,
-        "my_sharded.py": SHARDED,
-        "my_accelerate.py": ACCELERATED,
-        "mended.py": MENDED,
-        "going.py": GOING,
-    }
-    for commands, pasted in blocks_of((LAB / f"{page}.md").read_text()):
-        printed, wrong = "", "WRONG" in pasted
-        if "py-spy" in commands:
-            check_hang(commands, pasted, tmp_path)
-            continue
-        if "ok  " in pasted and not wrong:
-            for file in Path(tmp_path, "runs", "lab").glob("*.py"):
-                file.write_text(right[file.name])
-        for command in commands.splitlines():
-            if re.match("accelerate launch|torchrun .* --nproc_per_node 2", command):
-                code, text = start(command, tmp_path)
-            elif "check_ex" in command and (wrong or "my_accelerate.py" not in command):
-                checker = check_ex10 if "check_ex10" in command else check_ex9
-                _, _, file, *flags = command.split()
-                flags += ["--seconds", "40"] if wrong else []
-                code, text, _ = judged(checker, (tmp_path / file).read_text(), *flags)
-                text = text.replace(str(tmp_path / "mine.py"), file)
-            else:
-                code, text = type_in(command, tmp_path)
-            assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
-            printed += text
-        check_kind(pasted, printed)
