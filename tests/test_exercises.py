@@ -13,9 +13,9 @@ from conftest import ROOT, anchor, environment
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-BY_HAND, FLAT, SHARDED, ACCELERATED, MENDED, GOING = (
+BY_HAND, FLAT, OVERLAP, SHARDED, ACCELERATED, MENDED, GOING = (
     (LAB / "solutions" / f"{name}.py").read_text()
-    for name in ("by_hand", "flat", "sharded", "accelerated", "mended", "going")
+    for name in ("by_hand", "flat", "overlap", "sharded", "accelerated", "mended", "going")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
@@ -57,6 +57,34 @@ FAULTS_FLAT = {
     ],
     "both ranks end with the same weights": [("gradient.copy_(", "gradient.clone().copy_(")],
     "the training is that of single.py": [("    flat /= world_size\n", "")],
+}
+IN_BACKWARD = "all gradients are sent during the backward pass"
+WAITS = "the step waits for each all-reduce"
+FAULTS_OVERLAP = {  # what is wrong: (old, new) texts, the point, and what the checker says
+    "all-reduces after the backward pass": (
+        [
+            ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
+            ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n            for layer in (model[2], model[0]):\n"
+                "                start_in_backward(list(layer.parameters()), started)\n",
+            ),
+        ],
+        IN_BACKWARD,
+        "0 of the calls of the second step (2) start",
+    ),
+    "all-reduces that block": (
+        [("flat, async_op=True)", "flat)"), ("call.wait()", "pass")],
+        IN_BACKWARD,
+        "0 of the calls of the second step (2) start",
+    ),
+    "a bucket forgotten": (
+        [("(model[2], model[0])", "(model[2],)")],
+        IN_BACKWARD,
+        "They carry 330 numbers, and the model has 2,410",
+    ),
+    "no wait": ([("call.wait()", "pass")], WAITS, "while 2 of its 2 calls may still go on"),
 }
 FAULTS_SHARDED = {
     "a rank updates its half of the weights": [
@@ -123,7 +151,7 @@ def judged(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as watch.check has it, for this test alone
         monkeypatch.setattr(sys, "argv", ["check", str(script), *flags])
         single = LAB / "single.py" if checker is check_ex9 else None
-        code, printed = watch.check(checker.judge, single, parts=4), capsys.readouterr().out
+        code, printed = watch.check(checker.judge, single, check_ex9.PARTS), capsys.readouterr().out
         for page, place in re.findall(r"See (\S+\.md)#?([\w-]*)", printed):
             headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.M)
             assert not place or place in map(anchor, headings), f"{page}#{place}"
@@ -137,19 +165,27 @@ def judged(tmp_path, monkeypatch, capsys):
     [
         (checker, right, faults, part, point)
         for checker, right, faults, part in (
-            (check_ex9, BY_HAND, FAULTS_9, 1),
-            (check_ex9, FLAT, FAULTS_FLAT, 2),
-            (check_ex9, SHARDED, FAULTS_SHARDED, 3),
-            (check_ex10, MENDED, FAULTS_10, 1),
-            (check_ex10, GOING, FAULTS_HANG, 2),
+            (check_ex9, BY_HAND, FAULTS_9, "1"),
+            (check_ex9, FLAT, FAULTS_FLAT, "2"),
+            (check_ex9, SHARDED, FAULTS_SHARDED, "3"),
+            (check_ex10, MENDED, FAULTS_10, "1"),
+            (check_ex10, GOING, FAULTS_HANG, "2"),
         )
         for point in faults
     ],
 )
 def test_each_fault_is_named(checker, right, faults, part, point, judged):
-    flags = ["--part", str(part)] if part > 1 else []
+    flags = ["--part", part] if part != "1" else []
     code, printed, wrong = judged(checker, changed(right, faults[point]), *flags)
     assert (code, wrong) == (1, [point]), printed
+
+
+@pytest.mark.parametrize("fault", FAULTS_OVERLAP)
+def test_each_fault_of_overlap_is_named(fault, judged):
+    changes, point, said = FAULTS_OVERLAP[fault]
+    code, printed, wrong = judged(check_ex9, changed(OVERLAP, changes), "--part", "2b")
+    assert code == 1 and point in wrong and said in printed, printed
+    assert len(wrong) == 1 or fault in ("a bucket forgotten", "no wait"), printed
 
 
 def test_torchs_own_wrapper_is_right_too(judged):
@@ -187,6 +223,11 @@ def test_processes_that_train_alone(judged):
     code, printed, wrong = judged(check_ex9, changed(ACCELERATED, [change]))
     assert code == 1 and "cpu=True" in printed and len(wrong) == 4, printed
     assert {*list(FAULTS_9)[:1], "each epoch prints one line"} < set(wrong), printed
+
+
+def test_an_unchanged_script_has_nothing_right(judged):
+    code, printed, wrong = judged(check_ex9, (LAB / "single.py").read_text())
+    assert (code, wrong) == (1, ["two ranks know of each other"]) and "ok " not in printed, printed
 
 
 @pytest.mark.parametrize(

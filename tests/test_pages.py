@@ -23,10 +23,6 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 SMALLER = {  # sizes of the text, and those of the test
-    "hidden_size=768": "hidden_size=192",
-    "intermediate_size=3072": "intermediate_size=384",
-    "hidden_size=384, num_hidden_layers=6": "hidden_size=96, num_hidden_layers=2",
-    "intermediate_size=1536": "intermediate_size=192",
     "--layers 6 --hidden_size 768": "--layers 6 --hidden_size 192",
     "--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128",
     "--max_train_steps 8": "--max_train_steps 3",

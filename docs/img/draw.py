@@ -213,9 +213,10 @@ def strategy(picture, name):
     rows, above, below, lanes, events, note = STRATEGIES[name]
     y = devices(picture, rows, above, below)
     y, legend = timeline(picture, y, "One step, time to the right", lanes, events)
-    if note:
+    held = "0 to 3: the four quarters of P, G and O. A GPU holds the quarters that are coloured."
+    for text in (held, *([note] if note else [])):
         y += 16
-        picture.text(LEFT, y - 4, note, size=11)
+        picture.text(LEFT, y - 4, text, size=11)
     return explain(picture, y, legend)
 
 

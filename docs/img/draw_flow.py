@@ -25,9 +25,11 @@ BOXES = {
     "several": (0, 5, QUESTION, ["Have you several", "devices?"]),
     "sharded": (1, 5, QUESTION, ["Does it fit with", "optimizer and gradients", "in shards?"]),
     "zero2": (2, 5, END, ["zero2.yaml or", "fsdp_keep.yaml"]),
+    "checkpointed": (1, 6, QUESTION, ["Does it fit with activation", "checkpointing, too?"]),
+    "same": (2, 6, END, ["the same, with", "--activation_checkpointing"]),
     "again": (
         0,
-        6,
+        7,
         END,
         [
             "activation checkpointing,",
@@ -36,8 +38,8 @@ BOXES = {
             "fsdp_offload.yaml",
         ],
     ),
-    "all": (1, 6, QUESTION, ["Does it fit with", "everything in shards?"]),
-    "fsdp": (2, 6, END, ["fsdp.yaml, or zero3.yaml"]),
+    "all": (1, 7, QUESTION, ["Does it fit with parameters", "in shards, too?"]),
+    "fsdp": (2, 7, END, ["fsdp.yaml, or zero3.yaml"]),
 }
 ARROWS = [
     ("fits", "fast", "yes"),
@@ -56,7 +58,9 @@ ARROWS = [
     ("several", "sharded", "yes"),
     ("several", "again", "no"),
     ("sharded", "zero2", "yes"),
-    ("sharded", "all", "no"),
+    ("sharded", "checkpointed", "no"),
+    ("checkpointed", "same", "yes"),
+    ("checkpointed", "all", "no"),
     ("all", "fsdp", "yes"),
     ("all", "again", "no"),
 ]

@@ -11,6 +11,7 @@ from watch import HERE, check, mean_losses, repeated_order, samples, wrong_losse
 
 BATCH_SIZE, SAMPLES = 64, 1536  # of single.py
 LINE = r"epoch \d+: training loss ([\d.]+), test accuracy ([\d.]+)%"
+PARTS = ("1", "2", "2b", "3", "4")
 PAGE = "docs/strategies.md#the-same-step-in-torch-and-in-accelerate"
 
 
@@ -18,8 +19,9 @@ def judge(ranks, single, part):
     """The points of the exercise, with what is wrong about each, and why it matters."""
     expected = re.findall(LINE, single["printed"])
     epochs = len(expected)
+    alone = meeting(ranks)
     points = [
-        ("two ranks know of each other", meeting(ranks)),
+        ("two ranks know of each other", alone),
         ("each sample is used once in an epoch", sharing(ranks, epochs)),
         ("each epoch has another order", ordering(ranks, epochs)),
         (f"a step takes {BATCH_SIZE} samples from both ranks together", batch(ranks)),
@@ -33,11 +35,16 @@ def judge(ranks, single, part):
         ("one rank saves the weights", saving(ranks)),
         ("the plain model can load the weights", loading(ranks, single)),
     ]
-    if part == 2:
+    if part == "2":
         points.append(("a step sends all gradients in one message", packing(ranks)))
-    if part == 3:
+    if part == "2b":
+        points.append(("all gradients are sent during the backward pass", overlapping(ranks)))
+        points.append(("the step waits for each all-reduce", waiting(ranks)))
+    if part == "3":
         points.append(("a rank updates its half of the weights", sharding(ranks)))
         points.append(("a step sends gradients once, and weights once", exchanging(ranks)))
+    if alone:  # then nothing that follows is the work of two ranks
+        points[1:] = [(name, None) for name, _ in points[1:]]
     right = not any(problem != "" for _, problem in points)
     same = training(ranks, printed, single, expected) if right else None
     return [*points, ("the training is that of single.py", same)]
@@ -47,7 +54,8 @@ def meeting(ranks):
     if all(notes["world"] == 2 for notes in ranks):
         return ""
     return (
-        "each rank trains alone, with a world size of 1. The launcher only starts processes. "
+        "each rank trains alone, with a world size of 1, as single.py does. The launcher only "
+        "starts processes. "
         "Call dist.init_process_group(), or make an Accelerator (with cpu=True where there is "
         f"no GPU). See {PAGE}"
     )
@@ -101,21 +109,47 @@ def agreeing(ranks):
 
 
 def calls_of_step(ranks):
-    """[name, numbers] of the collectives of the second step that carry more than one number."""
+    """What is noted of the collectives of the second step that carry more than one number."""
     steps = ranks[0]["calls"][1:2] or [[]]
-    return [call for call in steps[0] if call[1] > 1]
+    return [call for call in steps[0] if call["numbers"] > 1]
 
 
 def packing(ranks):
     calls = calls_of_step(ranks)
     total = sum(weight.numel() for weight in ranks[0]["weights"])
-    most = max((numbers for _, numbers in calls), default=0)
+    most = max((call["numbers"] for call in calls), default=0)
     if len(calls) == 1 and most >= total:
         return ""
     return (
         f"the second step makes {len(calls)} calls with more than one number, of at most {most:,} "
         f"numbers. The model has {total:,}. Each call costs a latency: torch.cat the flattened "
         "gradients, all-reduce that vector, and copy its parts back"
+    )
+
+
+def overlapping(ranks):
+    calls = calls_of_step(ranks)
+    total = sum(weight.numel() for weight in ranks[0]["weights"])
+    beside = [call["numbers"] for call in calls if call["beside"]]
+    if len(beside) > 1 and sum(beside) >= total:
+        return ""
+    return (
+        f"{len(beside)} of the calls of the second step ({len(calls)}) start during the backward "
+        f"pass and let it go on. They carry {sum(beside):,} numbers, and the model has {total:,}. "
+        "Make at least two buckets, which together have all gradients. Let hooks start the "
+        "all-reduce of a bucket, with async_op=True, when all its gradients are there"
+    )
+
+
+def waiting(ranks):
+    calls = calls_of_step(ranks)
+    late = [call for call in calls if not call["waited"]]
+    if not late:
+        return ""
+    return (
+        f"the second step updates the weights while {len(late)} of its {len(calls)} calls may "
+        "still go on. dist.all_reduce(..., async_op=True) returns a handle: call its wait() "
+        "before you use the sum"
     )
 
 
@@ -132,7 +166,7 @@ def sharding(ranks):
 
 
 def exchanging(ranks):
-    names = [name for name, _ in calls_of_step(ranks)]
+    names = [call["name"] for call in calls_of_step(ranks)]
     gathers = [name for name in names if "gather" in name]
     sums = [name for name in names if name in ("all_reduce", "reduce_scatter_tensor")]
     if len(names) == 2 and gathers and sums:
@@ -212,4 +246,4 @@ def training(ranks, printed, single, expected):
 
 
 if __name__ == "__main__":
-    sys.exit(check(judge, HERE / "single.py", parts=4))
+    sys.exit(check(judge, HERE / "single.py", PARTS))

@@ -35,6 +35,20 @@ COLLECTIVES = (
 DDP_YAML = HERE.parent.parent / "accelerate_configs" / "ddp.yaml"
 
 
+class Going:
+    """What a collective with async_op=True returns, which also notes that the script waits."""
+
+    def __init__(self, work, noted):
+        self.work, self.noted = work, noted
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+    def wait(self, *args):
+        self.noted["waited"] = True
+        return self.work.wait(*args)
+
+
 def watch(script, folder, seconds=0):
     """Run the script with FOLDER/saved.pt as its argument, for so many seconds at most (0: no
     limit). Each rank has a folder of its own, so what lies there in the end tells which rank saved
@@ -45,7 +59,8 @@ def watch(script, folder, seconds=0):
     number_of = {image.tobytes(): number for number, image in enumerate(pixels)}
     notes = {"world": 1, "steps": [], "losses": [], "calls": [], "updated": 0}
     samples = []  # of the step that is under way
-    calls = []  # in that step: [name of a collective, numbers that it sends]
+    calls = []  # in that step: a dict for each collective, see `noting`
+    backward = []  # not empty while a backward pass goes on
     weights = {}  # of the layers that are trained, in their order
 
     def note_samples(module, inputs):
@@ -59,22 +74,35 @@ def watch(script, folder, seconds=0):
         """After each step of the optimizer."""
         notes["world"] = dist.get_world_size() if dist.is_initialized() else 1
         notes["steps"].append(samples.copy())
-        notes["calls"].append(calls.copy())
+        notes["calls"].append([dict(call) for call in calls])
         groups = optimizer.param_groups
         notes["updated"] = sum(part.numel() for group in groups for part in group["params"])
         samples.clear()
         calls.clear()
 
     def noting(name):
-        """The collective of that name, which also notes its largest tensor."""
+        """The collective of that name, which also notes the size of its largest tensor, whether
+        it starts beside a backward pass (and not in its way), and whether it has been waited for.
+        """
         collective = getattr(dist, name)
 
         def note_call(*args, **options):
             tensors = [value for value in [*args, *options.values()] if torch.is_tensor(value)]
-            calls.append([name, max((tensor.numel() for tensor in tensors), default=0)])
-            return collective(*args, **options)
+            numbers = max((tensor.numel() for tensor in tensors), default=0)
+            work = collective(*args, **options)
+            call = {"name": name, "numbers": numbers, "waited": work is None}
+            call["beside"] = bool(backward) and work is not None
+            calls.append(call)
+            return work and Going(work, call)
 
         return mock.patch.object(dist, name, note_call)
+
+    def note_backward(*args, whole=torch.autograd.backward, **options):
+        backward.append(True)
+        try:
+            return whole(*args, **options)
+        finally:
+            backward.pop()
 
     def note_loss(*args, loss_of=nn.functional.cross_entropy, **options):
         loss = loss_of(*args, **options)
@@ -93,6 +121,7 @@ def watch(script, folder, seconds=0):
         contextlib.redirect_stdout(printed),
         mock.patch.object(sys, "argv", [str(script), str(folder / "saved.pt")]),
         mock.patch.object(nn.functional, "cross_entropy", note_loss),
+        mock.patch.object(torch.autograd, "backward", note_backward),
     ):
         for name in COLLECTIVES:
             noted.enter_context(noting(name))
@@ -206,15 +235,14 @@ def why_it_failed(script, folder, seconds):
     return lines or (folder / "launcher").read_text().splitlines()[-10:]
 
 
-def check(judge, reference=None, parts=1):
+def check(judge, reference=None, parts=("1",)):
     """Run the script of the command line, and print a line for each point of `judge(ranks, notes
     of the reference, part of the exercise)`: a list of names and problems ("": none; None: cannot
     be said yet). Returns the exit code.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("script", type=Path, help="your script")
-    part = {"choices": range(1, parts + 1), "help": "of the exercise (1)"}
-    parser.add_argument("--part", type=int, default=1, **part)
+    parser.add_argument("--part", default="1", choices=parts, help="of the exercise (1)")
     parser.add_argument("--seconds", type=int, default=60, help="that it may take (60)")
     args = parser.parse_args()
     if not args.script.is_file():
@@ -240,7 +268,7 @@ def check(judge, reference=None, parts=1):
         if problem:
             print(f"WRONG  {name}: {problem}")
         else:
-            print(f"ok     {name}" if problem == "" else f"later  {name}: mend the rest first")
+            print(f"ok     {name}" if problem == "" else f"later  {name}: first mend what is wrong")
     return int(any(problem != "" for _, problem in points))
 
 
