@@ -13,9 +13,9 @@ from conftest import ROOT, anchor, environment
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-BY_HAND, FLAT, OVERLAP, SHARDED, ACCELERATED, MENDED, GOING = (
+BY_HAND, FLAT, OVERLAP, SHARDED, MENDED, GOING = (
     (LAB / "solutions" / f"{name}.py").read_text()
-    for name in ("by_hand", "flat", "overlap", "sharded", "accelerated", "mended", "going")
+    for name in ("by_hand", "flat", "overlap", "sharded", "mended", "going")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
@@ -55,36 +55,18 @@ FAULTS_FLAT = {
             "average_gradients(model[2], world_size)\n            optimizer.step()\n",
         ),
     ],
-    "both ranks end with the same weights": [("gradient.copy_(", "gradient.clone().copy_(")],
-    "the training is that of single.py": [("    flat /= world_size\n", "")],
 }
-IN_BACKWARD = "all gradients are sent during the backward pass"
-WAITS = "the step waits for each all-reduce"
-FAULTS_OVERLAP = {  # what is wrong: (old, new) texts, the point, and what the checker says
-    "all-reduces after the backward pass": (
-        [
-            ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
-            ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            for layer in (model[2], model[0]):\n"
-                "                start_in_backward(list(layer.parameters()), started)\n",
-            ),
-        ],
-        IN_BACKWARD,
-        "0 of the calls of the second step (2) start",
-    ),
-    "all-reduces that block": (
-        [("flat, async_op=True)", "flat)"), ("call.wait()", "pass")],
-        IN_BACKWARD,
-        "0 of the calls of the second step (2) start",
-    ),
-    "a bucket forgotten": (
-        [("(model[2], model[0])", "(model[2],)")],
-        IN_BACKWARD,
-        "They carry 330 numbers, and the model has 2,410",
-    ),
-    "no wait": ([("call.wait()", "pass")], WAITS, "while 2 of its 2 calls may still go on"),
+FAULTS_OVERLAP = {
+    "all gradients are sent during the backward pass": [
+        ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
+        ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
+        (
+            "            loss.backward()\n",
+            "            loss.backward()\n            for layer in (model[2], model[0]):\n"
+            "                start_in_backward(list(layer.parameters()), started)\n",
+        ),
+    ],
+    "the step waits for each all-reduce": [("call.wait()", "pass")],
 }
 FAULTS_SHARDED = {
     "a rank updates its half of the weights": [
@@ -95,7 +77,6 @@ FAULTS_SHARDED = {
     "a step sends gradients once, and weights once": [
         ("own.grad = torch", "dist.all_reduce(gradients.clone())\n            own.grad = torch")
     ],
-    "the training is that of single.py": [("            own.grad /= world_size\n", "")],
 }
 FAULTS_10 = {
     "each epoch has another order": [
@@ -113,13 +94,6 @@ FAULTS_10 = {
 
 
 FAULTS_HANG = {
-    "it trains as before": [
-        ("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(0)\n"),
-        (
-            "DistributedSampler(train_data, seed=0)",
-            "DistributedSampler(train_data, num_replicas=1, rank=0, seed=0)",
-        ),
-    ],
     "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")],
 }
 
@@ -167,6 +141,7 @@ def judged(tmp_path, monkeypatch, capsys):
         for checker, right, faults, part in (
             (check_ex9, BY_HAND, FAULTS_9, "1"),
             (check_ex9, FLAT, FAULTS_FLAT, "2"),
+            (check_ex9, OVERLAP, FAULTS_OVERLAP, "2b"),
             (check_ex9, SHARDED, FAULTS_SHARDED, "3"),
             (check_ex10, MENDED, FAULTS_10, "1"),
             (check_ex10, GOING, FAULTS_HANG, "2"),
@@ -177,27 +152,8 @@ def judged(tmp_path, monkeypatch, capsys):
 def test_each_fault_is_named(checker, right, faults, part, point, judged):
     flags = ["--part", part] if part != "1" else []
     code, printed, wrong = judged(checker, changed(right, faults[point]), *flags)
-    assert (code, wrong) == (1, [point]), printed
-
-
-@pytest.mark.parametrize("fault", FAULTS_OVERLAP)
-def test_each_fault_of_overlap_is_named(fault, judged):
-    changes, point, said = FAULTS_OVERLAP[fault]
-    code, printed, wrong = judged(check_ex9, changed(OVERLAP, changes), "--part", "2b")
-    assert code == 1 and point in wrong and said in printed, printed
-    assert len(wrong) == 1 or fault in ("a bucket forgotten", "no wait"), printed
-
-
-def test_torchs_own_wrapper_is_right_too(judged):
-    """But for the names that it saves, as part 2 says."""
-    averaging = BY_HAND[BY_HAND.index("            for weight in") :].split(
-        "            optimizer"
-    )[0]
-    place = "    optimizer = torch"
-    wrapped = f"    model = nn.parallel.DistributedDataParallel(model)\n{place}"
-    changes = [(averaging, ""), (place, wrapped), ("evaluate(model,", "evaluate(model.module,")]
-    _, printed, wrong = judged(check_ex9, changed(BY_HAND, changes))
-    assert wrong == ["the plain model can load the weights"], printed
+    assert code == 1 and point in wrong, printed
+    assert wrong == [point] or part == "2b", printed
 
 
 def test_the_faulty_script_is_the_mended_one_with_these_faults():
@@ -215,14 +171,6 @@ def test_a_hang_is_told_with_its_lines(judged):
     assert text.split('"""\n', 1)[1] == (LAB / "hanging.py").read_text().split('"""\n', 1)[1]
     code, printed, _ = judged(check_ex10, text, "--part", "2", "--seconds", "20")
     assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
-
-
-def test_processes_that_train_alone(judged):
-    """Accelerate looks for GPUs, and finds none. It makes a process group and does not use it."""
-    change = ("Accelerator(cpu=not torch.cuda.is_available())", "Accelerator()")
-    code, printed, wrong = judged(check_ex9, changed(ACCELERATED, [change]))
-    assert code == 1 and "cpu=True" in printed and len(wrong) == 4, printed
-    assert {*list(FAULTS_9)[:1], "each epoch prints one line"} < set(wrong), printed
 
 
 def test_an_unchanged_script_has_nothing_right(judged):
