@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 
@@ -19,7 +18,6 @@ from conftest import ROOT, run
 from scipy.stats import dunnett, tukey_hsd
 
 import report
-from planning import facts
 from reporting import times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
@@ -162,21 +160,6 @@ def test_ranks_on_other_devices_are_another_workload(tmp_path):
     assert "device_name NVIDIA H200 + NVIDIA L40S" in text
 
 
-def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
-    runs = named("base baseline, weak ddp 2 50, strong ddp 2 80 16, neither ddp 2 70 8")
-    rows, text = report_of(tmp_path / "cpu", **runs)
-    fixed = {"base itself 1.0", "weak batch per device 2.0", "strong global batch 1.25", "neither"}
-    assert shown_in(rows, "fixed", "speedup") == fixed
-    # 156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices.
-    runs = named("base baseline 1 100 8, strong fsdp 2 50 4", steps=6 * 19)
-    rows, _ = report_of(tmp_path / "uneven", **runs, **named("weak ddp 2 50 8", steps=6 * 9))
-    assert [rows[run]["speedup"] for run in ("base", "weak", "strong")] == ["1.0", "", "2.0"]
-    # With GPUs, processes have as many threads as Slurm granted.
-    runs = named("base baseline", threads=4, **GPU) | named("dp dp 2 50", threads=8, **GPU)
-    rows, _ = report_of(tmp_path / "gpu", **runs)
-    assert rows["dp"]["speedup"] == "2.0"
-
-
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     """Of one global batch, 4 x 8 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is that
     with the shortest time, not with the largest speedup over a slow baseline.
@@ -270,17 +253,12 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
 def test_faults_are_what_a_reader_should_measure_again(tmp_path):
     """Fewer cores for each rank than the baseline's; few steps."""
     few, base = record("fsdp", 2, 50, **GPU), record("baseline", **GPU)
-    for rank in few["ranks"]:
-        rank |= {"host": "n0", "cores": 8}
-    more = json.loads(json.dumps(few))
-    for rank in more["ranks"] + base["ranks"]:
-        rank["cores"] = 16
+    for rank in few["ranks"] + base["ranks"]:
+        rank |= {"host": "n0", "cores": 16}
     short = record("zero2", 2, 50, steps=29, **GPU)
-    rows, text = report_of(tmp_path, few=few, more=more, gpu=base, short=short)
-    assert "FSDP on 1 x 2 (4 cores a rank) (4 cores a rank, the baseline 16)" in text
-    assert {row["cores"] for row in rows.values()} == {"", "4.0", "8.0", "16.0"}  # no repeats
-    notes = {run: row["note"] for (run, _), row in rows_in(text, "note").items()}
-    assert notes["ZeRO-2"] == "29 steps are too few" and notes["baseline"] == ""
+    rows, text = report_of(tmp_path, few=few, gpu=base, short=short)
+    assert "FSDP on 1 x 2 (8 cores a rank, the baseline 16)" in text
+    assert rows_in(text, "note")["ZeRO-2", "1 x 2"]["note"] == "29 steps are too few"
 
 
 # -------- chance
@@ -288,7 +266,7 @@ def test_faults_are_what_a_reader_should_measure_again(tmp_path):
 
 def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
     """Two workloads, each with Dunnett's test and Tukey's: 1.25 % each. The baseline's spread is in
-    the interval of a speedup, and more repeats never hide a difference.
+    the interval of a speedup.
     """
     seconds = {"baseline": (100, 103, 99), "ddp": (91, 90, 88), "fsdp": (97, 99, 96, 98)}
     runs = {
@@ -396,21 +374,16 @@ def test_a_wrong_type_in_a_record_skips_this_record(tmp_path, value):
     """In the place of each value of a record: it is in the tables, or skipped with a line that
     names the field.
     """
-    good = record("ddp", 2, 50, strategy_options={"overlap_comm": True, "dp_shard_size": 2})
+    good = record("ddp", 2, 50)
     runs = {f"bad-{name}": good | {name: value} for name in good}
-    for inner in ("workload", "seconds"):
-        runs |= {
-            f"bad-{inner}-{name}": good | {inner: good[inner] | {name: value}}
-            for name in good[inner]
-        }
-    runs["bad-host"] = good | {"ranks": [good["ranks"][0] | {"host": value}]}
+    for name in good["workload"]:
+        runs[f"bad-work-{name}"] = good | {"workload": good["workload"] | {name: value}}
+    runs["bad-train"] = good | {"seconds": {"train": value, "total": 9}}
     rows, text = report_of(tmp_path, good=good, base=record("baseline"), **runs)
     lines = re.findall(r"skipped bad-\S+/run.json: no run record \((\w\S*): .*\)", text)
     assert "base" in rows and len(lines) > 10
-    if value == "x":
-        assert (
-            "skipped bad-seconds-train/run.json: no run record (seconds.train: Input should" in text
-        )
+    line = "bad-train/run.json: no run record (seconds.train: Input should be a valid number"
+    assert line in text or value != "x"
 
 
 # -------- hostile input
@@ -513,9 +486,9 @@ def test_a_point_among_decimal_commas_may_mean_thousands(tmp_path):
     """Only where it can: not with other digits behind it, and not after minutes."""
     rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
     (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
-    runs, notes = times.read_times(tmp_path / "t.csv")
+    runs, [note] = times.read_times(tmp_path / "t.csv")
     assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
-    assert len(notes) == 1 and "line 2: '1.234' is no time: other rows have decimal" in notes[0]
+    assert "line 2: '1.234' is no time: other rows have decimal" in note
 
 
 @pytest.mark.parametrize(
@@ -556,48 +529,8 @@ def test_the_example_report_is_what_its_records_give(tmp_path):
                 assert one == other or float(one) == pytest.approx(float(other))
     made = {path.name for path in tmp_path.glob("*.svg")}
     assert made == {path.name for path in EXAMPLE.glob("*.svg")} == {"time.svg", "speedup.svg"}
-    lines = sum(len(path.read_text().splitlines()) for path in EXAMPLE.glob("*[!z]"))
-    assert lines < 1500
-
-
-LOOK = """<script>addEventListener("load", () => { top.document.title = JSON.stringify([
-[...document.images].map(image => image.naturalWidth > 99 && image.getBoundingClientRect().right),
-document.documentElement.scrollWidth, innerWidth, document.querySelectorAll("table").length,
-]); });</script></body>"""
-
-
-@pytest.mark.slow
-def test_a_browser_shows_the_html(tmp_path, example_records, width=390):
-    """report.html on a phone: all pictures are drawn, and nothing is wider than the window, here a
-    frame, as Chromium makes no window as narrow as a phone.
-    """
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if not browser:
-        pytest.skip("no Chromium is installed (Debian's package chromium)")
-    run_report(example_records, "--output_dir", tmp_path / "made", draw=True)
-    text = (tmp_path / "made" / "report.html").read_text().replace("</body>", LOOK)
-    page, count = tmp_path / "page.html", text.count("<img ")
-    frame = f'<iframe width="{width}" height="800" srcdoc="{html.escape(text)}"></iframe>'
-    page.write_text(f"<style>iframe {{ border: 0 }}</style>{frame}")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run([browser, *words], capture_output=True, text=True)
-    [seen] = re.findall(r"<title>(\[.*?\])</title>", done.stdout)
-    pictures_end, content, window, tables_shown = json.loads(seen)
-    assert len(pictures_end) == count == 2 and all(0 < end <= window for end in pictures_end), seen
-    assert content <= window == width and tables_shown > 3, seen
-
-
-def test_mfu_by_hand():
-    """The peak of a GPU is never that of a longer or shorter name."""
-    run = {"precision": "bf16", "tokens_per_second": 1e5, "devices": 2}
-    run |= {"layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
-    for name, changes, peak in (
-        ("NVIDIA A100-SXM4-80GB", {}, 312e12),
-        ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12),
-        ("NVIDIA H200", {}, 989e12),
-        *((name, {}, None) for name in ("NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "CPU")),
-        ("NVIDIA H200", {"precision": "fp8"}, None),
-    ):
-        expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
-        assert facts.flops_utilization(run | {"device_name": name} | changes) == expected
+    shown = (tmp_path / "report.html").read_text()  # one file, and no wider than a phone
+    assert (
+        shown.count('<img src="data:') == shown.count("<img ") == 2 and 'name="viewport"' in shown
+    )
+    assert shown.count("<table") == len(re.findall(r'class="table">\s*<table', shown)) > 3
