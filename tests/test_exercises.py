@@ -25,9 +25,6 @@ FAULTS_9 = {
     "each sample is used once in an epoch": [
         ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")
     ],
-    "each epoch has another order": [
-        ("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")
-    ],
     "a step takes 64 samples from both ranks together": [
         ("BATCH_SIZE // world_size", "BATCH_SIZE")
     ],
@@ -35,9 +32,6 @@ FAULTS_9 = {
     "the loss is the mean over both ranks": [
         (MEAN, ""),
         (" / len(train_loader) / world_size", " / len(train_loader)"),
-    ],
-    "each epoch prints one line": [
-        ("if rank == 0:\n            accuracy", "if True:\n            accuracy")
     ],
     "one rank saves the weights": [
         ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
@@ -94,7 +88,7 @@ FAULTS_10 = {
 
 
 FAULTS_HANG = {
-    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")],
+    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")]
 }
 
 
@@ -178,17 +172,11 @@ def test_an_unchanged_script_has_nothing_right(judged):
     assert (code, wrong) == (1, ["two ranks know of each other"]) and "ok " not in printed, printed
 
 
-@pytest.mark.parametrize(
-    "fault, said",
-    [
-        ("sampler.save()", "rank [01] ended in line {}: AttributeError"),
-        ("while True: pass", "rank [01] still waits in line {} after 5 s"),
-    ],
-)
-def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
+def test_an_error_is_told_with_its_line(judged):
     place = "    torch.manual_seed(SEED)"
     number = BY_HAND[: BY_HAND.index(place)].count("\n") + 1
-    text = changed(BY_HAND, [(place, f"    {fault}\n{place}")])
-    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
+    code, printed, _ = judged(
+        check_ex9, changed(BY_HAND, [(place, f"    sampler.save()\n{place}")])
+    )
     assert code == 1 and "runs to its end" in printed, printed
-    assert re.search(said.format(number), printed), printed  # the launcher may end the other rank
+    assert re.search(f"rank [01] ended in line {number}: AttributeError", printed), printed
