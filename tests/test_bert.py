@@ -167,6 +167,18 @@ def test_tokens_and_padding_are_those_of_the_batches(runs):
     assert rates == pytest.approx(tokens / (STEPS * GLOBAL_BATCH))
 
 
+@pytest.mark.slow
+def test_clipping_is_the_same_under_every_strategy(tmp_path):
+    """The first three accumulate and checkpoint activations besides."""
+    clipped = ["--max_grad_norm", 1.0]
+    baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
+    for name in ("zero1", "fsdp_keep", "zero3_offload", "hsdp"):
+        more = flags(4) if name == "hsdp" else [*flags(4, 2), "--activation_checkpointing"]
+        result = launch(name, SCRIPT, tmp_path / name, *more, *clipped)
+        assert_near(result, baseline, rel=1e-5, atol=1e-4, leave_out=NO_GRADIENT)
+        assert predictions(result) == predictions(baseline), name
+
+
 # -------- nothing lost
 
 
@@ -244,36 +256,28 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
+@pytest.mark.parametrize(
+    "strategy, precision, dynamo, rel",
+    [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05), ("fsdp", "no", "eager", 1e-5)],
+)
+def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(
+    strategy, precision, dynamo, rel, baseline, tmp_path
+):
     """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++
-    compiler. The weights that a run leaves have the same names and dtype under every strategy.
+    compiler. The weights that a run leaves have the same names and dtype. Batches differ in width:
+    torch compiles for the first, then for all, and again to evaluate.
     """
-    few = ["--max_train_steps", 8, "--max_eval_samples", 8]
-    baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
-    kinds = [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05)]
-    kinds += [("fsdp", "no", "eager", 1e-5)]
-    for strategy, precision, dynamo, rel in kinds:
-        launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
-        folder = tmp_path / (strategy + precision)
-        result = launch(strategy, SCRIPT, folder, *flags(8), *few, launcher=launcher)
-        workload = result.record["workload"]
-        assert (workload["precision"], workload["dynamo"]) == (precision, dynamo)
-        assert "recompile_limit" not in result.err + result.out
-        assert result.losses == pytest.approx(baseline.losses, rel=rel)
-        assert result.weights.keys() == baseline.weights.keys()
-        assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
-
-
-@pytest.mark.slow
-def test_every_width_is_compiled_once(tmp_path):
-    """Batches of BERT differ in width. If torch compiled for each, it would soon give up, and run
-    the rest uncompiled. It compiles for the first, then for all, and again to evaluate.
-    """
-    few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
-    options = {"launcher": ["--dynamo_backend", "eager"], "env": {"SPY_SHAPES": "4"}}
-    result = launch("baseline", SCRIPT, tmp_path, *few, **options)
-    assert result.record["workload"]["dynamo"] == "eager"
+    launcher, env = (
+        ["--mixed_precision", precision, "--dynamo_backend", dynamo],
+        {"SPY_SHAPES": "4"},
+    )
+    result = launch(strategy, SCRIPT, tmp_path, *flags(8), launcher=launcher, env=env)
+    workload = result.record["workload"]
+    assert (workload["precision"], workload["dynamo"]) == (precision, dynamo)
     assert "recompile_limit" not in result.err + result.out
+    assert result.losses == pytest.approx(baseline.losses, rel=rel)
+    assert result.weights.keys() == baseline.weights.keys()
+    assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
 
 
 # -------- real data

@@ -215,7 +215,6 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     columns = "run,strategy,nodes,gpus_per_node,repeat,job\n"
     files = {
         "half/run.json": '{"status": "comp',
-        "cut/sweep.csv": f"{columns}ddp-1x2-r1,ddp,1\nd",
         "sweep.csv": f"{columns}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n",
     }
     for name, text in files.items():
@@ -245,7 +244,6 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
         "died (zero2, 1 x 2): no end: died, or is still running: see slurm-7.out",
         *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
         "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
-        "skipped cut/sweep.csv",
     ):
         assert line in text
 
@@ -285,9 +283,7 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
         ends = [float(row["speedup_from"]), float(row["speedup_to"])]
         assert ends == pytest.approx([math.exp(-high[i]), math.exp(-low[i])])
         sure = "faster" if high[i] < 0 else ""
-        assert (
-            row["sure"] == sure == rows_in(text, "sure")[row["strategy"].upper(), "1 x 2"]["sure"]
-        )
+        assert row["sure"] == sure
     assert {row["sure"] for row in rows.values()} == {"", "faster"}
     low, high = tukey_hsd(*others).confidence_interval(1 - 0.05 / 4)
     margin = math.expm1((high[0, 1] - low[0, 1]) / 2)
@@ -350,8 +346,8 @@ def test_a_report_lies_with_its_runs(tmp_path, monkeypatch):
 
 
 def test_copies_failures_and_links_to_folders(tmp_path, capsys):
-    """A copy of a run is no repeat; a single run, and a folder that is linked, are read; where
-    nothing completed the report says so and exits with 1.
+    """A copy of a run is no repeat; a folder that is linked is read; where nothing completed the
+    report says so and exits with 1.
     """
     outside = tmp_path / "scratch"
     report_of(outside, base=record("baseline"))
@@ -361,9 +357,6 @@ def test_copies_failures_and_links_to_folders(tmp_path, capsys):
     rows, text = report_of(tmp_path / "runs", ddp=ddp, copied=ddp)
     assert {run: row["repeats"] for run, row in rows.items()} == {"linked/base": "1", "copied": "1"}
     assert "skipped ddp/run.json: a copy of copied/run.json, and no repeat" in text
-    (tmp_path / "runs" / "ddp.log").touch()
-    rows, _ = report_of(tmp_path / "runs" / "ddp")
-    assert rows["ddp"]["log"] == "../ddp.log"
     with pytest.raises(SystemExit, match="none of the runs completed"):
         report_of(tmp_path / "bad", failed=record("ddp", 2, status="failed"))
     assert "failed (ddp, 1 x 2): failed: broke down" in capsys.readouterr().out
@@ -472,6 +465,12 @@ def test_times_are_read_as_people_write_them(tmp_path):
         shown = (tmp_path / "report.md").read_text()
         assert rows_in(shown, "ZeRO-2") == {("1 x 2", "2.5 s, 2.00×, 100 %"): {}}
     assert "t.csv, line 4: 'x' is no time such as 186.6 or 3m6.619s" in shown
+    # A point among decimal commas may mean thousands, unless other digits or minutes stand by it.
+    rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
+    (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
+    runs, [note] = times.read_times(tmp_path / "t.csv")
+    assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
+    assert "line 2: '1.234' is no time: other rows have decimal" in note
     names = {"Fully Sharded Data Parallel": "fsdp", "Distributed Data-Parallel": "ddp"}
     names |= {"DeepSpeed ZeRO stage 3 offload": "zero3_offload", "Horovod": "horovod"}
     assert {text: times.name_strategy(text) for text in names} == names
@@ -480,15 +479,6 @@ def test_times_are_read_as_people_write_them(tmp_path):
     for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s", "2,400", "9" * 400, "1e9"):
         with pytest.raises(ValueError, match="is no time"):
             times.parse_seconds(text)
-
-
-def test_a_point_among_decimal_commas_may_mean_thousands(tmp_path):
-    """Only where it can: not with other digits behind it, and not after minutes."""
-    rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
-    (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
-    runs, [note] = times.read_times(tmp_path / "t.csv")
-    assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
-    assert "line 2: '1.234' is no time: other rows have decimal" in note
 
 
 @pytest.mark.parametrize(
