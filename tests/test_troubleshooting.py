@@ -41,7 +41,7 @@ def printed(name, *flags):
     """What all ranks print, with the error that ends them."""
     yaml = SHOWN[name].yaml
     config = f"{FOLDER if yaml == 'zero3' else 'accelerate_configs'}/{yaml}.yaml"
-    result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags], ROOT, {}, 120)
+    result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags], ROOT, {}, 240)
     return " ".join((result.out + result.err).split())
 
 
