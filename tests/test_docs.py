@@ -23,7 +23,7 @@ OTHERS = {"--logdir", "--pid"}  # flags of TensorBoard and py-spy
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_files_and_links_exist(page):
-    """So do make's targets, and the tests that a page names."""
+    """So do make's targets."""
     text = PAGES[page]
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
     patterns = "*.py", "sbatch/*.*", "benchmarks/*.py", "docs/**/*.py", "docs/**/*.sh", "Makefile"
@@ -36,8 +36,6 @@ def test_flags_files_and_links_exist(page):
     folders = "accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests"
     for name in re.findall(rf"`((?:{folders})/[\w/.-]+)`", text):
         assert (ROOT / name).exists(), name
-    for file, name in re.findall(r"`tests/(\w+\.py)::(\w+)`", text):
-        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), name
     for file, place in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         target = page.parent / file if file else page
         assert target.exists(), file
@@ -45,6 +43,13 @@ def test_flags_files_and_links_exist(page):
         places = {anchor(heading) for heading in re.findall(r"^#+ (.*)", there, re.M)}
         places.update(re.findall(r'<a id="(.*?)"', there))
         assert not place or place in places, f"{file}#{place}"
+
+
+def test_the_table_of_promises_names_tests():
+    table = (ROOT / "tests" / "README.md").read_text()
+    for file, name in re.findall(r"(\w+)::(\w+)", table):
+        text = (ROOT / "tests" / f"test_{file}.py").read_text()
+        assert f"\ndef test_{name}(" in text, f"{file}::{name}"
 
 
 def tables(first_cell):
