@@ -139,16 +139,13 @@ def test_the_record_is_complete(runs):
     assert set(record) == {*RECORD, *more} and record["script"] == SCRIPT
     assert record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"}
-    assert record["metrics"]["f1"] > 5
     workload = record["workload"]
     assert (workload["questions"], workload["model"]) == (132, "tiny_bert, from scratch")
     assert (workload["max_train_steps"], workload["num_epochs"]) == (STEPS, 4)
-    assert record["versions"]["transformers"]
     assert len(record["steps_per_second"]) == 4, "10, 13 (the epoch's end), 20, 24"
     logs = EventAccumulator(str(result.folder / "tensorboard")).Reload()
     assert [event.step for event in logs.Scalars("loss")] == [10, 13, 20, 24]
-    for name in ("exact_match", "f1", "eval_loss"):
-        assert [event.step for event in logs.Scalars(name)] == [13, 24]
+    assert [event.step for event in logs.Scalars("f1")] == [13, 24]
 
 
 def test_tokens_and_padding_are_those_of_the_batches(runs):

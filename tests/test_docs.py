@@ -64,9 +64,7 @@ def value_of(cell, **names):
 
 
 def test_the_formulas_are_those_of_fit_and_what_dry_runs_count():
-    """Of the bytes held; and of those sent by BERT-base on eight devices. The pages' examples are
-    what they give, in MB.
-    """
+    """Of the bytes held; and of those sent by BERT-base on eight devices."""
     [table] = tables("strategy | held |")
     rows = [(name, *cells) for names, *cells in table[1:] for name in names.split(", ")]
     parameters = memory.count_parameters(fit.MODELS["bert-base"])[0]
@@ -79,13 +77,6 @@ def test_the_formulas_are_those_of_fit_and_what_dry_runs_count():
         if (strategy, 8) in counted:
             expected = counted[strategy, 8]["sent inside"]
             assert value_of(sent, n=8, **names) == pytest.approx(expected, rel=0.07), strategy
-    formulas = {name: {"held": held, "sent": sent} for name, held, sent in rows}
-    for header, *examples in tables("strategy | held,"):
-        for strategy, *cells in examples:
-            for title, cell in zip(header[1:], cells, strict=True):
-                kind, devices = title.split(", ")
-                value = value_of(formulas[strategy][kind], n=int(devices), **names)
-                assert cell == f"{value / 1e6:.0f}", f"{strategy}, {title}"
 
 
 def test_pictures_are_those_that_the_scripts_draw_and_pages_show(tmp_path):

@@ -324,10 +324,6 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     cells = {("1 x 2", "64"): dict(zip(names, [*two, "111.0 s, 0.90×, 45 %"], strict=True))}
     cells |= {("2 x 2", ""): dict(zip(names, ["", "", "", "no result"], strict=True))}
     assert rows_in(text, "DDP") == cells
-    once = named("base baseline, ddp ddp 2 50")
-    assert "Mind: each cell was measured only once" in first_page(
-        report_of(tmp_path / "once", **once)[1]
-    )
 
 
 # -------- a folder

@@ -8,7 +8,6 @@ from conftest import ROOT, run_forked
 
 pytestmark = pytest.mark.slow
 FOLDER = "docs/reference/troubleshooting"
-PAGE = (ROOT / f"{FOLDER}.md").read_text()
 Shown = namedtuple("Shown", "yaml wrong fixed")
 SHOWN = {  # a script: its YAML, what it prints, and what it prints with --fix
     "alone.py": Shown("ddp", "process 0 of 1; the launcher started 2", "process 1 of 2; the"),
@@ -48,17 +47,6 @@ def printed(name, *flags):
 def assert_symptom_and_fix(shown, before, after):
     assert shown.wrong in before and shown.wrong not in after
     assert shown.fixed in after and shown.fixed not in before
-
-
-def test_each_script_has_an_entry_with_its_yaml():
-    files = {path.name for path in (ROOT / FOLDER).glob("*.*")} - {"without_gpu.py", "zero3.yaml"}
-    named = {}
-    for line in re.findall(r"^\*\*Scripts?(.*(?:\n.+)*)", PAGE, re.M):
-        yaml = re.search(r"(\w+)\.yaml", line)
-        for name in re.findall(r"\[`(\w+\.\w+)`\]\(troubleshooting/\1\)", line):
-            named[name] = yaml[1] if yaml else "ddp"
-    shown = {name: shown.yaml for name, shown in SHOWN.items()}
-    assert set(named) == files and named == shown | {"every_node_rank_0.sh": "ddp"}
 
 
 @pytest.mark.parametrize("name", SHOWN)
