@@ -48,6 +48,7 @@ def rows_of(text):
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
+    assert all(fit.read_memory(text) == size for text, size in SIZES.items())
     rows, out = fit_says("1800MB", "--mixed_precision", "bf16", "--num_processes", "8")
     assert set(rows) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert set(rows.pop("dp").values()) == {"dp", "", "-"} and "refuse it in bf16" in out
@@ -73,10 +74,6 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
     rows, printed = rows_of(pasted), rows_of(out)
     assert len(rows) > 6 and all(row in printed for row in rows)
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
-
-
-def test_memory_is_read():
-    assert all(fit.read_memory(text) == size for text, size in SIZES.items())
 
 
 @pytest.mark.parametrize(
