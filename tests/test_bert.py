@@ -253,28 +253,29 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy, precision, dynamo, rel",
-    [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05), ("fsdp", "no", "eager", 1e-5)],
-)
-def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(
-    strategy, precision, dynamo, rel, baseline, tmp_path
-):
+def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++
-    compiler. The weights that a run leaves have the same names and dtype. Batches differ in width:
-    torch compiles for the first, then for all, and again to evaluate.
+    compiler. The weights that a run leaves have the same names and dtype.
     """
-    launcher, env = (
-        ["--mixed_precision", precision, "--dynamo_backend", dynamo],
-        {"SPY_SHAPES": "4"},
-    )
-    result = launch(strategy, SCRIPT, tmp_path, *flags(8), launcher=launcher, env=env)
-    workload = result.record["workload"]
-    assert (workload["precision"], workload["dynamo"]) == (precision, dynamo)
+    few = ["--max_train_steps", 8, "--max_eval_samples", 8]
+    baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
+    kinds = [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05)]
+    for strategy, precision, dynamo, rel in [*kinds, ("fsdp", "no", "eager", 1e-5)]:
+        launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
+        result = launch(strategy, SCRIPT, tmp_path / strategy, *flags(8), *few, launcher=launcher)
+        assert "recompile_limit" not in result.err + result.out
+        assert result.losses == pytest.approx(baseline.losses, rel=rel)
+        assert result.weights.keys() == baseline.weights.keys()
+        assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_every_width_is_compiled_once(tmp_path):
+    """Batches differ in width. torch compiles for the first, then for all, and to evaluate."""
+    few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
+    options = {"launcher": ["--dynamo_backend", "eager"], "env": {"SPY_SHAPES": "4"}}
+    result = launch("baseline", SCRIPT, tmp_path, *few, **options)
     assert "recompile_limit" not in result.err + result.out
-    assert result.losses == pytest.approx(baseline.losses, rel=rel)
-    assert result.weights.keys() == baseline.weights.keys()
-    assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
 
 
 # -------- real data

@@ -101,7 +101,6 @@ def test_pictures_are_those_that_the_scripts_draw_and_pages_show(tmp_path):
 
 
 def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
-    """So they age together."""
     for english, spanish, end in (
         ("README.md", "docs/es/README.md", "## The strategy is the YAML"),
         ("docs/lab.md", "docs/es/lab.md", "## 5. Weak and strong scaling"),
