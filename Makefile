@@ -74,16 +74,16 @@ test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, oth
 
 # Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
 test-rest:
-	$(BIN)/python -m pytest -m "not cluster and not matrix"
+	$(BIN)/python -m pytest $(TWO) -m "not cluster and not matrix"
 
 test-cluster:
 	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \
 		cat $$log; rm $$log; exit $$code; }
 
-slurm:  ## install Debian's Slurm and Chromium for the tests of sbatch/ and report.html; as root
+slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
 	apt-get update
 	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-		slurmctld slurmd slurm-client iproute2 chromium
+		slurmctld slurmd slurm-client iproute2
 
 test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py

@@ -12,6 +12,9 @@ from pathlib import Path
 # PYTHONUNBUFFERED would write a line in pieces, between which another rank writes its own.
 FOREIGN = """ACCELERATE_ FSDP_ HF_ IPYTHON JUPYTER_ LOCAL_ MAKE MASTER_ MFLAGS MPL
     PROCESSES_PER_NODE PYTHONUNBUFFERED RANK SBATCH_ SLURM_ SWEEP_ TORCH WORLD_SIZE XDG_""".split()
+# A socket's path has 107 characters at most, so with a long TMPDIR all lies below /tmp.
+if len(tempfile.gettempdir()) > 40:
+    tempfile.tempdir = "/tmp"
 # For caches and temporary files, and as HOME.
 SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 

@@ -8,11 +8,9 @@ SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch number
 SPY_EVAL    the same when an evaluation batch is read
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
 SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch number 30
-SPY_TOKENS  tokenising writes this file, and then takes two minutes
 SPY_MEMORY  an evaluation holds so many MB besides
 SPY_SCORES  "0.5 0.9": what the LSTM's evaluations find, each of one batch
 SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
-SPY_FLATTEN the LSTM's weights move into one buffer, as cuDNN moves them on a GPU
 SPY_LIMIT   so many MB for each rank from before the model is made; of a GPU, so many in all
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
@@ -149,22 +147,6 @@ def step(original, self, *args):
             file.write(f"{time.time():.2f} {number} {STARTED}\n")
         time.sleep(float(ORDERS.get("PAUSE", 0)))
 
-
-if "TOKENS" in ORDERS:
-    import datasets
-
-    @instead(datasets.Dataset, "map", "TOKENS")
-    def tokenise(original, *args, **options):
-        Path(ORDERS["TOKENS"]).touch()
-        time.sleep(120)
-        return original(*args, **options)
-
-
-if "FLATTEN" in ORDERS:
-    sys.path.append(str(ROOT / "docs" / "reference" / "troubleshooting"))
-    from without_gpu import flatten_like_cudnn
-
-    torch.nn.RNNBase.flatten_parameters = flatten_like_cudnn
 
 if "SHAPES" in ORDERS:
     importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])

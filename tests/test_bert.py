@@ -2,25 +2,21 @@
 real text.
 """
 
+import itertools
 import json
 import re
-import subprocess
-import sys
-import time
 from functools import cache
 
-import psutil
 import pytest
 import torch
-from conftest import ACCELERATE, ROOT, STRATEGIES, environment, launch, run
+from conftest import ROOT, STRATEGIES, launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_bert_data import options
 from test_mnist import RECORD
-from test_mnist_resume import assert_near, assert_same_end, ids_seen, killed_at_its_end, step_of
+from test_mnist_resume import assert_near, assert_same_end, ids_seen, step_of
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 import train_bert_squad as script
-from planning import memory
 
 SCRIPT = "train_bert_squad.py"
 QUESTIONS = "tests/data/squad_v1.json"
@@ -64,7 +60,7 @@ def runs(tmp_path_factory):
     def start(strategy):
         more = ["--per_device_eval_batch_size", 7] + ["--with_tracking"] * (strategy == "ddp")
         folder = tmp_path_factory.mktemp(strategy)
-        return spied(strategy, folder, *flags(4, 2), *more, SPY_BYTES="1")
+        return spied(strategy, folder, *flags(4, 2), *more)
 
     return cache(start)
 
@@ -93,45 +89,47 @@ def test_same_numbers_as_the_baseline(strategy, baseline, runs):
         assert sum([mine[rank][micro] for micro, rank in places], []) == ids, step + 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_rank_holds_what_the_strategy_says(strategy, runs):
-    """Bytes of parameters, gradients and Adam's two states, of Ψ parameters in fp32 on N = 2 ranks,
-    against 16 Ψ.
-    """
-    for rank in (0, 1):
-        held = json.loads((runs(strategy).folder / f"bytes_{rank}.json").read_text())
-        psi = 4 * sum(held["sizes"])  # bytes of one copy
-        whole = 4 * sum(size for size in held["sizes"] if size < 10_000)  # not sharded by ZeRO-3
-        cut = 4 * max(held["sizes"])  # both hold a gradient that the border of two ranks cuts
-        expected = {
-            "ddp": (psi, psi, 2 * psi, 0),
-            "fsdp": (psi / 2, psi / 2, psi, 0),
-            "zero2": (psi, psi / 2, psi, psi / 2),
-            "zero3": (psi / 2 + whole, psi / 2, psi, psi / 2),
-        }[strategy]
-        assert whole < 0.02 * psi
-        names = ("parameters", "gradients", "states", "master_copy")
-        expected = dict(zip(names, expected, strict=True))
-        for name, size in expected.items():
-            most = size * 1.01 + cut * ((strategy, name) == ("zero2", "gradients"))
-            assert size * 0.99 <= held[name] <= most, f"rank {rank}: {name}"
-        formula = memory.bytes_held(strategy, psi / 4, 2)  # the report's
-        assert sum(held[name] for name in expected) == pytest.approx(formula, rel=0.04)
-        shown = ", ".join(f"{name} {held[name] / psi:.2f}" for name in expected)
-        print(f"{strategy} rank {rank}: {shown}")
+@torch.no_grad()
+def answer(model, tokenizer, question, context):
+    """The best span, looked for one by one in windows one by one: nothing of the script is used."""
+    windows = tokenizer(
+        question,
+        context,
+        truncation="only_second",
+        max_length=128,
+        stride=32,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    best, text = float("-inf"), ""
+    for number, offsets in enumerate(windows["offset_mapping"]):
+        names = ("input_ids", "token_type_ids")
+        output = model(**{name: torch.tensor([windows[name][number]]) for name in names})
+        starts, ends = output.start_logits[0].tolist(), output.end_logits[0].tolist()
+        tokens = [token for token, side in enumerate(windows.sequence_ids(number)) if side == 1]
+        for start, end in itertools.product(tokens, tokens):
+            score = starts[start] + ends[end]
+            if start <= end < start + 30 and score > best:
+                best, text = score, context[offsets[start][0] : offsets[end][1]]
+    return text
 
 
 @pytest.mark.slow
-def test_saved_models_answer_the_same_in_a_fresh_process(baseline, runs):
-    results = [baseline, *(runs(strategy) for strategy in STRATEGIES)]
-    words = [sys.executable, "tests/reload.py", QUESTIONS, "128", "32"]
-    answers = run([*words, *(str(result.folder) for result in results)])
-    assert answers.code == 0, answers.err
-    for result, reloaded in zip(results, json.loads(answers.out.splitlines()[-1]), strict=True):
-        assert reloaded == predictions(result)
-        config = json.loads((result.folder / "config.json").read_text())
-        assert config["architectures"] == ["BertForQuestionAnswering"]
-        assert config["vocab_size"] == 344
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_saved_models_answer_the_same_when_transformers_loads_them(strategy, runs):
+    """And best/ is the model of the epoch with the smaller validation loss."""
+    result = runs(strategy)
+    first, last = re.findall(r"validation loss ([\d.]+)", result.out)
+    best = BertForQuestionAnswering.from_pretrained(result.folder / "best").state_dict()
+    final = result.weights["qa_outputs.weight"]
+    assert torch.equal(best["qa_outputs.weight"], final) == (float(last) < float(first))
+    model = BertForQuestionAnswering.from_pretrained(result.folder).eval()
+    tokenizer, found = AutoTokenizer.from_pretrained(result.folder), predictions(result)
+    questions = script.read_questions(options(), "validation")[::7]
+    for row in questions:
+        told = answer(model, tokenizer, row["question"], row["context"])
+        assert told == found[row["id"]], row
+    assert len(questions) > 15
 
 
 def test_the_record_is_complete(runs):
@@ -141,27 +139,22 @@ def test_the_record_is_complete(runs):
     assert set(record) == {*RECORD, *more} and record["script"] == SCRIPT
     assert record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"}
-    assert record["metrics"]["f1"] > 5
     workload = record["workload"]
     assert (workload["questions"], workload["model"]) == (132, "tiny_bert, from scratch")
     assert (workload["max_train_steps"], workload["num_epochs"]) == (STEPS, 4)
-    assert record["versions"]["transformers"]
     assert len(record["steps_per_second"]) == 4, "10, 13 (the epoch's end), 20, 24"
     logs = EventAccumulator(str(result.folder / "tensorboard")).Reload()
     assert [event.step for event in logs.Scalars("loss")] == [10, 13, 20, 24]
-    for name in ("exact_match", "f1", "eval_loss"):
-        assert [event.step for event in logs.Scalars(name)] == [13, 24]
+    assert [event.step for event in logs.Scalars("f1")] == [13, 24]
 
 
-@pytest.mark.parametrize("strategy, ranks", [("baseline", 1), ("ddp", 2)])
-def test_tokens_and_padding_are_those_of_the_batches(strategy, ranks, baseline, runs):
-    """Of what all ranks trained on, each batch as wide as its longest feature."""
-    result = baseline if ranks == 1 else runs(strategy)
-    args = options(max_seq_length=128, doc_stride=32)
+def test_tokens_and_padding_are_those_of_the_batches(runs):
+    """Of what both ranks trained on, each batch as wide as its longest feature."""
+    result, args = runs("ddp"), options(max_seq_length=128, doc_stride=32)
     questions = script.read_questions(args, "train")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "data" / "tiny_bert")
     lengths = script.load_features(questions, tokenizer, args).lengths
-    batches = [lengths[ids] for rank in range(ranks) for ids in ids_seen(result.folder, rank)]
+    batches = [lengths[ids] for rank in (0, 1) for ids in ids_seen(result.folder, rank)]
     tokens = sum(batch.sum().item() for batch in batches)
     padded_tokens = sum(len(batch) * batch.max().item() for batch in batches)
     record = result.record
@@ -171,18 +164,16 @@ def test_tokens_and_padding_are_those_of_the_batches(strategy, ranks, baseline, 
     assert rates == pytest.approx(tokens / (STEPS * GLOBAL_BATCH))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_best_by_validation_loss_is_kept(strategy, runs):
-    """And `from_pretrained` loads it, whole."""
-    result = runs(strategy)
-    losses = [float(found) for found in re.findall(r"validation loss ([\d.]+)", result.out)]
-    best = result.folder / "best"
-    model, loading = BertForQuestionAnswering.from_pretrained(best, output_loading_info=True)
-    assert not any(loading.values()) and AutoTokenizer.from_pretrained(best)
-    last_is_best = losses[1] < losses[0]
-    for name, weight in model.state_dict().items():
-        if name in result.weights and "qa_outputs" in name:
-            assert torch.equal(weight, result.weights[name]) == last_is_best, name
+@pytest.mark.slow
+def test_clipping_is_the_same_under_every_strategy(tmp_path):
+    """The first three accumulate and checkpoint activations besides."""
+    clipped = ["--max_grad_norm", 1.0]
+    baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
+    for name in ("zero1", "fsdp_keep", "zero3_offload", "hsdp"):
+        more = flags(4) if name == "hsdp" else [*flags(4, 2), "--activation_checkpointing"]
+        result = launch(name, SCRIPT, tmp_path / name, *more, *clipped)
+        assert_near(result, baseline, rel=1e-5, atol=1e-4, leave_out=NO_GRADIENT)
+        assert predictions(result) == predictions(baseline), name
 
 
 # -------- nothing lost
@@ -216,16 +207,6 @@ def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
         assert resumed.record[name] == reference.record[name]
 
 
-def test_a_kill_after_the_last_checkpoint_costs_only_the_saving_of_the_model(undisturbed, tmp_path):
-    reference = undisturbed("fsdp")
-    folder = killed_at_its_end(reference, tmp_path / "run")
-    (folder / "model.safetensors").unlink()
-    again = spied("fsdp", folder, *flags(dropout=0.1), "--resume")
-    assert_same_end(again, reference)
-    for name in ("tokens", "padding_share", "steps_per_second", "tokens_per_second"):
-        assert again.record[name] == reference.record[name]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_activation_checkpointing_changes_no_number(strategy, undisturbed, tmp_path):
@@ -239,17 +220,6 @@ def test_activation_checkpointing_changes_no_number(strategy, undisturbed, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_one_process_that_accumulates(baseline, tmp_path):
-    saving = ["--checkpointing_steps", 5]
-    stopped = spied("ddp", tmp_path, *flags(), *saving, SPY_SIGNAL="SIGTERM 1 18")
-    assert stopped.record["steps"] == 20 and stopped.record["metrics"]
-    words = ["ddp", SCRIPT, tmp_path, *flags(accumulation=2), *saving, "--resume"]
-    resumed = launch(*words, processes=1, env={"SPY_DIR": str(tmp_path)})
-    assert resumed.record["devices"] == 1
-    assert resumed.losses == pytest.approx(baseline.losses, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_path):
     small = [*flags(dropout=0.1), "--per_device_eval_batch_size", 4]  # 28 batches
     stopped = spied("zero3", tmp_path, *small, SPY_EVAL="SIGTERM 1 5")
@@ -259,29 +229,6 @@ def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_p
     resumed = spied("zero3", tmp_path, *flags(dropout=0.1), "--resume")
     assert step_of(resumed.record["resumed_from"]) == 13
     assert_same_end(resumed, undisturbed("zero3"))
-
-
-@pytest.mark.slow
-def test_sigterm_while_tokenising_ends_all_processes_in_seconds(tmp_path):
-    begun = tmp_path / "begun"
-    env = {"SPY_SCRIPT": "train_bert_squad", "HF_HOME": str(tmp_path), "SPY_TOKENS": str(begun)}
-    words = "--config_file accelerate_configs/ddp.yaml --main_process_port 0 tests/spy.py".split()
-    words += ["--output_dir", tmp_path / "run", *map(str, flags())]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    launcher = subprocess.Popen([*ACCELERATE, *words], cwd=ROOT, env=environment(env), **quiet)
-    processes = psutil.Process(launcher.pid)
-    try:
-        while not begun.exists():
-            assert launcher.poll() is None
-            time.sleep(0.1)
-        processes = [processes, *processes.children(recursive=True)]
-        assert len(processes) >= 3
-        launcher.terminate()
-        assert launcher.wait(20) != 0  # tokenising would take two minutes
-        assert not psutil.wait_procs(processes[1:], timeout=10)[1]
-    finally:
-        launcher.kill()
-    assert not (tmp_path / "run").exists()
 
 
 # -------- other data, other precision
@@ -308,18 +255,14 @@ def test_unanswerable_questions_get_no_answer(tmp_path):
 @pytest.mark.slow
 def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++
-    compiler. The weights that a run leaves have the same names and dtype under every strategy.
+    compiler. The weights that a run leaves have the same names and dtype.
     """
     few = ["--max_train_steps", 8, "--max_eval_samples", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
-    kinds = [(name, "bf16", "no", 0.05) for name in STRATEGIES[1:]]
-    kinds += [("ddp", "bf16", "eager", 0.05), ("fsdp", "no", "eager", 1e-5)]
-    for strategy, precision, dynamo, rel in kinds:
+    kinds = [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05)]
+    for strategy, precision, dynamo, rel in [*kinds, ("fsdp", "no", "eager", 1e-5)]:
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
-        folder = tmp_path / (strategy + precision)
-        result = launch(strategy, SCRIPT, folder, *flags(8), *few, launcher=launcher)
-        workload = result.record["workload"]
-        assert (workload["precision"], workload["dynamo"]) == (precision, dynamo)
+        result = launch(strategy, SCRIPT, tmp_path / strategy, *flags(8), *few, launcher=launcher)
         assert "recompile_limit" not in result.err + result.out
         assert result.losses == pytest.approx(baseline.losses, rel=rel)
         assert result.weights.keys() == baseline.weights.keys()
@@ -328,13 +271,10 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
 
 @pytest.mark.slow
 def test_every_width_is_compiled_once(tmp_path):
-    """Batches of BERT differ in width. If torch compiled for each, it would soon give up, and run
-    the rest uncompiled. It compiles for the first, then for all, and again to evaluate.
-    """
+    """Batches differ in width. torch compiles for the first, then for all, and to evaluate."""
     few = [*TINY, "--max_train_steps", 12, "--per_device_train_batch_size", 2, "--dropout", 0]
     options = {"launcher": ["--dynamo_backend", "eager"], "env": {"SPY_SHAPES": "4"}}
     result = launch("baseline", SCRIPT, tmp_path, *few, **options)
-    assert result.record["workload"]["dynamo"] == "eager"
     assert "recompile_limit" not in result.err + result.out
 
 
@@ -352,8 +292,6 @@ def test_real_text_and_weights_give_the_same_first_losses(real_data, tmp_path):
     metrics = reference.record["metrics"]
     for strategy in STRATEGIES:
         result = launch(strategy, SCRIPT, tmp_path / strategy, *real, 4)
-        off = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
-        print(strategy, result.losses, f"{off:.1e}", result.record["metrics"])
         assert result.losses == pytest.approx(reference.losses, rel=1e-4), strategy
         assert result.record["parameters"] == reference.record["parameters"] == 22_566_146
         for name in ("exact_match", "f1"):

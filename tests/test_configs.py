@@ -10,6 +10,9 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, RUNGS, STRATEGIES
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from planning import memory
 
 CONFIGS = ROOT / "accelerate_configs"
 YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
@@ -17,11 +20,8 @@ YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
 FORBIDDEN = """rdzv_backend same_network machine_rank num_machines main_process_ip main_process_port
     gpu_ids use_cpu tpu_name tpu_zone gradient_accumulation_steps gradient_clipping""".split()
 RECOMPUTES = "fsdp_activation_checkpointing"  # with other dropout masks: preserve_rng_state=False
-FSDP_VARIANTS = {"fsdp_keep": {"fsdp_reshard_after_forward": False}}
-FSDP_VARIANTS["fsdp_offload"] = {"fsdp_offload_params": True}  # they differ in one option
 SECTIONS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "dynamo_config": "dynamo_"}
 SECTIONS["parallelism_config"] = "parallelism_config_"
-HSDP = {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}
 # DeepSpeed says nothing of a top-level key that it does not know. A JSON may have these and no
 # other, with these values.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # the script's
@@ -34,59 +34,23 @@ JSON_VALUES = dict.fromkeys(AUTO, "auto") | {
 JSON_KEYS = {*JSON_VALUES, "zero_optimization", "zero_force_ds_cpu_optimizer"}
 
 
-def faults(text):
-    """What is wrong with the text of a YAML, as a list of sentences."""
-    config = yaml.safe_load(text)
-    flags = {action.dest for action in launch_command_parser()._actions}
-    known = {field.name for field in fields(ClusterConfig)}
-    found = [f"{key} is not read from a YAML" for key in set(config) - known]
-    keys = set(config)
-    for section, prefix in SECTIONS.items():
-        for key, value in config.get(section, {}).items():
-            name = key if key.startswith(prefix) else prefix + key
-            keys.add(key)
-            found += [f"{section}.{key} is ignored by accelerate launch"] * (name not in flags)
-            found += [f"{name} is wrong"] * (name == RECOMPUTES and value is not False)
-    found += [f"{key} does not belong into a YAML" for key in keys.intersection(FORBIDDEN)]
-    if config["distributed_type"] != "NO" and "num_processes" not in config:
-        found.append("num_processes is missing: accelerate launch would refuse to start")
-    if config["distributed_type"] == "DEEPSPEED":
-        file = str(config["deepspeed_config"].get("deepspeed_config_file"))
-        found += [f"deepspeed_config_file: {file} is not there"] * (not (ROOT / file).is_file())
-        both = "accelerate refuses mixed_precision beside a JSON"
-        found += [both] * ("mixed_precision" in config)
-    return found
-
-
-def json_faults(config):
-    """What is wrong with a JSON for DeepSpeed, as a list of sentences."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    zero = set(config["zero_optimization"])
-    found = [f"{key} does not belong into a JSON" for key in set(config) - JSON_KEYS]
-    found += [f"DeepSpeed has no zero_optimization.{key}" for key in zero - known]
-    wrong = [key for key, value in JSON_VALUES.items() if config.get(key) != value]
-    return found + [f"{key} is not {JSON_VALUES[key]}" for key in wrong]
-
-
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_yaml_holds_the_strategy_only(path):
     text = path.read_text()
-    assert faults(text) == []
-    head = text[: text.index("compute_environment")]
-    for word in ("replicated:", "sharded:", "communicated:", "choose it:"):
-        assert f"#   {word}" in head, f"{path.name} does not say what is {word}"
+    written = yaml.safe_load(text)
+    assert set(written) <= {field.name for field in fields(ClusterConfig)}, "keys that are not read"
+    flags = {action.dest for action in launch_command_parser()._actions}
+    for section, prefix in SECTIONS.items():
+        for key in written.get(section, {}):
+            name = key if key.startswith(prefix) else prefix + key
+            assert name in flags, f"{section}.{key} is ignored by accelerate launch"
+            assert name not in FORBIDDEN
+    assert not {*written} & {*FORBIDDEN}
+    assert not written.get("fsdp_config", {}).get(RECOMPUTES)
     config = ClusterConfig.from_yaml_file(str(path))
     zero = config.distributed_type == "DEEPSPEED"
     assert config.mixed_precision == (None if zero else "no")
     assert config.num_processes == {"baseline": 1, "dp": 1, "hsdp": 4}.get(path.stem, 2)
-    fsdp = yaml.safe_load((CONFIGS / "fsdp.yaml").read_text())
-    if path.stem in FSDP_VARIANTS:
-        fsdp["fsdp_config"] |= FSDP_VARIANTS[path.stem]
-        assert yaml.safe_load(text) == fsdp
-    if path.stem == "hsdp":  # its sizes have the product of its processes
-        assert yaml.safe_load(text) == fsdp | {"num_processes": 4, "parallelism_config": HSDP}
 
 
 def test_there_is_one_yaml_a_strategy():
@@ -100,8 +64,11 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
     else.
     """
     config = json.loads(path.read_text())
-    assert json_faults(config) == []
+    assert set(config) <= JSON_KEYS and JSON_VALUES.items() <= config.items()
     zero = config["zero_optimization"]
+    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    assert set(zero) <= known, "DeepSpeed has no such key"
+    assert zero["reduce_bucket_size"] == memory.BUCKET, "fit.py's formulas count on it"
     assert path.stem.removesuffix("_offload") == f"zero{zero['stage']}"
     named = yaml.safe_load(path.with_suffix(".yaml").read_text())["deepspeed_config"]
     assert named["deepspeed_config_file"] == f"accelerate_configs/{path.name}"
@@ -114,39 +81,3 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
     place = {"device": "cpu", "pin_memory": True}
     assert zero == base | {f"offload_{part}": place for part in moved}
     assert config.get("zero_force_ds_cpu_optimizer", True) is not bool(moved)
-
-
-ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config: "
-FILE = "deepspeed_config_file"
-UNKNOWN = "DeepSpeed has no zero_optimization.overlap_co"
-
-
-@pytest.mark.parametrize(
-    "change, fault",
-    [
-        ("rdzv_backend: c10d", "rdzv_backend does not belong"),
-        ("num_machines: 2", "num_machines does not belong"),
-        ("gpu_ids: '0'", "gpu_ids does not belong"),
-        ("world_size: 2", "world_size is not read"),
-        ("fsdp_config: {fsdp_colour: red}", "fsdp_config.fsdp_colour is ignored"),
-        ("deepspeed_config: {gradient_clipping: 1}", "gradient_clipping does not belong"),
-        (f"fsdp_config: {{{RECOMPUTES}: true}}", f"{RECOMPUTES} is wrong"),
-        (f"{ZERO}{{{FILE}: zero9.json}}", f"{FILE}: zero9.json is not"),
-        (f"{ZERO}{{zero3_init_flag: false}}", f"{FILE}: None is not"),
-        (f"{ZERO}{{}}\nmixed_precision: 'no'", "accelerate refuses mixed_precision"),
-        ({"train_batch_size": 64}, "train_batch_size does not belong"),
-        ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu is not auto"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping is not 0.0"),
-        ({"zero_optimization": {"overlap_com": True}}, UNKNOWN),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer does not belong"),
-        ({"timers": {}}, "timers is not"),
-        ({"bf16": {"enabled": True}}, "bf16 is not"),
-    ],
-    ids=str,
-)
-def test_a_bad_key_is_found(change, fault):
-    if isinstance(change, str):
-        found = faults(f"distributed_type: MULTI_GPU\nnum_processes: 2\n{change}\n")
-    else:
-        found = json_faults(json.loads((CONFIGS / "zero2.json").read_text()) | change)
-    assert any(sentence.startswith(fault) for sentence in found), found

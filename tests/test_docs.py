@@ -1,52 +1,60 @@
-"""What the pages print: flags, files, calls, formulas, numbers and programs, on whatever page they
-are. test_readme.py follows their links.
+"""What the pages name exists: flags, files, links. Their formulas and pictures are those of the
+programs, and the translated pages have the commands of the English ones.
 """
 
-import json
 import re
 import sys
 
 import draw_scale
 import pytest
-import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, run, table_of
+from conftest import ROOT, anchor, run, table_of
 
 import fit
 from planning import memory
 
+TOPS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 PAGES = {
     page: page.read_text()
-    for page in [
-        ROOT / "README.md",
-        ROOT / "benchmarks" / "README.md",
-        *(ROOT / "docs").rglob("*.md"),
-    ]
+    for page in [*(ROOT / name for name in TOPS), *(ROOT / "docs").rglob("*.md")]
 }
 OTHERS = {"--logdir", "--pid", "--nnodes"}  # flags of TensorBoard, py-spy and torchrun
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_files_and_links_exist(page):
+    """So do make's targets."""
+    text = PAGES[page]
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
+    patterns = "*.py", "sbatch/*.*", "benchmarks/*.py", "docs/**/*.py", "docs/**/*.sh", "Makefile"
+    programs = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
+    known = {name for action in launch_command_parser()._actions for name in action.option_strings}
+    known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", code)) <= known
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", code, re.M)) <= set(targets)
+    folders = "accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w/.-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for file, place in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        there = target.read_text() if place else ""
+        places = {anchor(heading) for heading in re.findall(r"^#+ (.*)", there, re.M)}
+        places.update(re.findall(r'<a id="(.*?)"', there))
+        assert not place or place in places, f"{file}#{place}"
+
+
+def test_the_table_of_promises_names_tests():
+    table = (ROOT / "tests" / "README.md").read_text()
+    for file, name in re.findall(r"(\w+)::(\w+)", table):
+        text = (ROOT / "tests" / f"test_{file}.py").read_text()
+        assert f"\ndef test_{name}(" in text, f"{file}::{name}"
 
 
 def tables(first_cell):
     """The tables of all pages whose header begins like this, as in `table_of`."""
     return [table_of(text, first_cell) for text in PAGES.values() if f"\n| {first_cell}" in text]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_files_and_calls_exist(page):
-    code = re.findall(r"```.*?```|`[^`\n]+`", PAGES[page], re.S)
-    patterns = "*.py", "sbatch/*.*", "benchmarks/*.py", "docs/**/*.py", "docs/**/*.sh", "Makefile"
-    programs = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
-    known = {name for action in launch_command_parser()._actions for name in action.option_strings}
-    known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(code))) <= known
-    folders = "accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests"
-    ours = rf"`((?:{folders})/[\w/.-]+)`"
-    for name in re.findall(ours, PAGES[page]):
-        assert (ROOT / name).exists(), name
-    for name, owner in (("accelerator", Accelerator), ("dist", dist)):
-        for call in re.findall(rf"\b{name}\.(\w+)\(", "\n".join(code)):
-            assert hasattr(owner, call), f"{name}.{call}"
 
 
 def value_of(cell, **names):
@@ -71,59 +79,28 @@ def test_the_formulas_are_those_of_fit_and_what_dry_runs_count():
             assert value_of(sent, n=8, **names) == pytest.approx(expected, rel=0.07), strategy
 
 
-def test_worked_examples_are_what_the_formulas_give():
-    """MB of BERT-base by number of devices, and bytes of a parameter in bf16."""
-    parameters = memory.count_parameters(fit.MODELS["bert-base"])[0]
-    [formulas] = tables("strategy | held |")
-    names = {"Ψ": parameters, "g": max(1, 2 - 30e6 / parameters)}
-    columns = {
-        row[0].split(", ")[0]: dict(zip(("held", "sent"), row[1:], strict=True))
-        for row in formulas[1:]
-    }
-    for header, *rows in tables("strategy | held,"):
-        for strategy, *cells in rows:
-            for title, cell in zip(header[1:], cells, strict=True):
-                kind, devices = title.split(", ")
-                value = value_of(columns[strategy][kind], n=int(devices), **names)
-                assert cell == f"{value / 1e6:.0f}", f"{strategy}, {title}"
-    for _, *rows in tables("strategy | held per parameter"):
-        for strategy, formula, *_ in rows:
-            assert eval(formula, {"n": 8}) == memory.bytes_held(strategy, 1, 8, "bf16"), strategy
-
-
-def test_a_table_of_deepspeeds_settings_is_that_of_the_jsons():
-    """All that they set, but for the stage and what is "auto"."""
-    settings = {}
-    for stage in (2, 3):
-        config = json.loads((ROOT / "accelerate_configs" / f"zero{stage}.json").read_text())
-        settings |= config.pop("zero_optimization") | config.pop("bf16") | config
-        settings["timers"] = config["timers"]["throughput"]["enabled"]
-    settings = {
-        name: value
-        for name, value in settings.items()
-        if value != "auto" and name not in ("stage", "enabled")
-    }
-    for _, *rows in tables("setting | DeepSpeed's default"):
-        here = {
-            re.search("`(.*?)`", row[0])[1]: row[2].split(" in ")[0].replace(",", "")
-            for row in rows
-        }
-        assert settings == {
-            name: json.loads(cell.replace(" million", "000000")) for name, cell in here.items()
-        }
-
-
-def test_diagrams_are_those_that_the_script_draws_and_a_page_shows(tmp_path):
-    result = run([sys.executable, "docs/img/draw.py", str(tmp_path)])
-    assert result.code == 0, result.err
-    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    images = {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("*.svg")}
-    assert drawn.items() <= images.items()
-    assert set(images) <= set(re.findall(r"img/([\w-]+\.svg)", "".join(PAGES.values())))
+def test_pictures_are_those_that_the_scripts_draw_and_pages_show(tmp_path):
+    folder, traces = ROOT / "docs" / "img", tmp_path / "traces"
+    traces.mkdir()
+    (traces / "traces.json").write_text((folder / "traces" / "traces.json").read_text())
+    for script, words in (
+        ("draw", [tmp_path]),
+        ("draw_flow", [tmp_path]),
+        ("draw_scale", [tmp_path]),
+        ("draw_traces", ["--to", traces]),
+    ):
+        done = run([sys.executable, f"docs/img/{script}.py", *map(str, words)])
+        assert done.code == 0, done.err
+        if script == "draw_scale":
+            assert done.out.strip() in PAGES[ROOT / "docs" / "scale.md"]
+    drawn = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.svg")}
+    kept = {path.relative_to(folder): path.read_text() for path in folder.rglob("*.svg")}
+    assert drawn.items() <= kept.items()
+    shown = re.findall(r"img/([\w/-]+\.svg)", "".join(PAGES.values()))
+    assert {str(path) for path in kept} <= set(shown)
 
 
 def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
-    """So they age together."""
     for english, spanish, end in (
         ("README.md", "docs/es/README.md", "## The strategy is the YAML"),
         ("docs/lab.md", "docs/es/lab.md", "## 5. Weak and strong scaling"),

@@ -1,12 +1,7 @@
-"""docs/lab/09-by-hand.md and 10-faults.md: their commands print what is pasted there, right
-solutions pass the checkers, and each fault is named.
-"""
+"""The checkers of exercises 9 and 10 name each fault. test_pages.py has the right solutions."""
 
 import re
-import shlex
-import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import check_ex9
@@ -15,29 +10,20 @@ import pytest
 import warm
 import watch
 from conftest import ROOT, anchor, environment
-from test_lab import blocks_of, check_kind
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-BY_HAND, FLAT, OVERLAP, SHARDED, ACCELERATED, MENDED, GOING = (
+BY_HAND, FLAT, OVERLAP, SHARDED, MENDED, GOING = (
     (LAB / "solutions" / f"{name}.py").read_text()
-    for name in ("by_hand", "flat", "overlap", "sharded", "accelerated", "mended", "going")
+    for name in ("by_hand", "flat", "overlap", "sharded", "mended", "going")
 )
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
-# Until the first rank of exercise 10 hangs, and then some time for the second one.
-WAIT = (
-    "for i in $(seq 60); do py-spy dump --pid $(pgrep -P $! | head -n 1) 2>&1 | "
-    "grep -qE 'evaluate|ermission' && break; sleep 2; done; sleep 10"
-)
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
 
 # A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
 FAULTS_9 = {
     "each sample is used once in an epoch": [
         ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")
-    ],
-    "each epoch has another order": [
-        ("        sampler.set_epoch(epoch)  # it shuffles with seed + epoch\n", "")
     ],
     "a step takes 64 samples from both ranks together": [
         ("BATCH_SIZE // world_size", "BATCH_SIZE")
@@ -46,9 +32,6 @@ FAULTS_9 = {
     "the loss is the mean over both ranks": [
         (MEAN, ""),
         (" / len(train_loader) / world_size", " / len(train_loader)"),
-    ],
-    "each epoch prints one line": [
-        ("if rank == 0:\n            accuracy", "if True:\n            accuracy")
     ],
     "one rank saves the weights": [
         ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
@@ -66,36 +49,18 @@ FAULTS_FLAT = {
             "average_gradients(model[2], world_size)\n            optimizer.step()\n",
         ),
     ],
-    "both ranks end with the same weights": [("gradient.copy_(", "gradient.clone().copy_(")],
-    "the training is that of single.py": [("    flat /= world_size\n", "")],
 }
-IN_BACKWARD = "all gradients are sent during the backward pass"
-WAITS = "the step waits for each all-reduce"
-FAULTS_OVERLAP = {  # what is wrong: (old, new) texts, the point, and what the checker says
-    "all-reduces after the backward pass": (
-        [
-            ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
-            ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            for layer in (model[2], model[0]):\n"
-                "                start_in_backward(list(layer.parameters()), started)\n",
-            ),
-        ],
-        IN_BACKWARD,
-        "0 of the calls of the second step (2) start",
-    ),
-    "all-reduces that block": (
-        [("flat, async_op=True)", "flat)"), ("call.wait()", "pass")],
-        IN_BACKWARD,
-        "0 of the calls of the second step (2) start",
-    ),
-    "a bucket forgotten": (
-        [("(model[2], model[0])", "(model[2],)")],
-        IN_BACKWARD,
-        "They carry 330 numbers, and the model has 2,410",
-    ),
-    "no wait": ([("call.wait()", "pass")], WAITS, "while 2 of its 2 calls may still go on"),
+FAULTS_OVERLAP = {
+    "all gradients are sent during the backward pass": [
+        ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
+        ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
+        (
+            "            loss.backward()\n",
+            "            loss.backward()\n            for layer in (model[2], model[0]):\n"
+            "                start_in_backward(list(layer.parameters()), started)\n",
+        ),
+    ],
+    "the step waits for each all-reduce": [("call.wait()", "pass")],
 }
 FAULTS_SHARDED = {
     "a rank updates its half of the weights": [
@@ -106,7 +71,6 @@ FAULTS_SHARDED = {
     "a step sends gradients once, and weights once": [
         ("own.grad = torch", "dist.all_reduce(gradients.clone())\n            own.grad = torch")
     ],
-    "the training is that of single.py": [("            own.grad /= world_size\n", "")],
 }
 FAULTS_10 = {
     "each epoch has another order": [
@@ -124,14 +88,7 @@ FAULTS_10 = {
 
 
 FAULTS_HANG = {
-    "it trains as before": [
-        ("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(0)\n"),
-        (
-            "DistributedSampler(train_data, seed=0)",
-            "DistributedSampler(train_data, num_replicas=1, rank=0, seed=0)",
-        ),
-    ],
-    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")],
+    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")]
 }
 
 
@@ -178,6 +135,7 @@ def judged(tmp_path, monkeypatch, capsys):
         for checker, right, faults, part in (
             (check_ex9, BY_HAND, FAULTS_9, "1"),
             (check_ex9, FLAT, FAULTS_FLAT, "2"),
+            (check_ex9, OVERLAP, FAULTS_OVERLAP, "2b"),
             (check_ex9, SHARDED, FAULTS_SHARDED, "3"),
             (check_ex10, MENDED, FAULTS_10, "1"),
             (check_ex10, GOING, FAULTS_HANG, "2"),
@@ -188,27 +146,8 @@ def judged(tmp_path, monkeypatch, capsys):
 def test_each_fault_is_named(checker, right, faults, part, point, judged):
     flags = ["--part", part] if part != "1" else []
     code, printed, wrong = judged(checker, changed(right, faults[point]), *flags)
-    assert (code, wrong) == (1, [point]), printed
-
-
-@pytest.mark.parametrize("fault", FAULTS_OVERLAP)
-def test_each_fault_of_overlap_is_named(fault, judged):
-    changes, point, said = FAULTS_OVERLAP[fault]
-    code, printed, wrong = judged(check_ex9, changed(OVERLAP, changes), "--part", "2b")
-    assert code == 1 and point in wrong and said in printed, printed
-    assert len(wrong) == 1 or fault in ("a bucket forgotten", "no wait"), printed
-
-
-def test_torchs_own_wrapper_is_right_too(judged):
-    """But for the names that it saves, as part 2 says."""
-    averaging = BY_HAND[BY_HAND.index("            for weight in") :].split(
-        "            optimizer"
-    )[0]
-    place = "    optimizer = torch"
-    wrapped = f"    model = nn.parallel.DistributedDataParallel(model)\n{place}"
-    changes = [(averaging, ""), (place, wrapped), ("evaluate(model,", "evaluate(model.module,")]
-    _, printed, wrong = judged(check_ex9, changed(BY_HAND, changes))
-    assert wrong == ["the plain model can load the weights"], printed
+    assert code == 1 and point in wrong, printed
+    assert wrong == [point] or part == "2b", printed
 
 
 def test_the_faulty_script_is_the_mended_one_with_these_faults():
@@ -228,101 +167,16 @@ def test_a_hang_is_told_with_its_lines(judged):
     assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
 
 
-def test_processes_that_train_alone(judged):
-    """Accelerate looks for GPUs, and finds none. It makes a process group and does not use it."""
-    change = ("Accelerator(cpu=not torch.cuda.is_available())", "Accelerator()")
-    code, printed, wrong = judged(check_ex9, changed(ACCELERATED, [change]))
-    assert code == 1 and "cpu=True" in printed and len(wrong) == 4, printed
-    assert {*list(FAULTS_9)[:1], "each epoch prints one line"} < set(wrong), printed
-
-
 def test_an_unchanged_script_has_nothing_right(judged):
     code, printed, wrong = judged(check_ex9, (LAB / "single.py").read_text())
     assert (code, wrong) == (1, ["two ranks know of each other"]) and "ok " not in printed, printed
 
 
-@pytest.mark.parametrize(
-    "fault, said",
-    [
-        ("sampler.save()", "rank [01] ended in line {}: AttributeError"),
-        ("while True: pass", "rank [01] still waits in line {} after 5 s"),
-    ],
-)
-def test_an_error_or_a_wait_is_told_with_its_line(fault, said, judged):
+def test_an_error_is_told_with_its_line(judged):
     place = "    torch.manual_seed(SEED)"
     number = BY_HAND[: BY_HAND.index(place)].count("\n") + 1
-    text = changed(BY_HAND, [(place, f"    {fault}\n{place}")])
-    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
-    assert code == 1 and "runs to its end" in printed, printed
-    assert re.search(said.format(number), printed), printed  # the launcher may end the other rank
-
-
-def start(command, folder):
-    """What a launcher's command prints, by forked ranks as above; (exit code, text)."""
-    words = shlex.split(command)
-    argv = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
-    log = folder / "log"
-    log.write_text("")
-    code = warm.run_ranks(WORDS, argv, environment({}), folder, log, log, 200)
-    return code, log.read_text()
-
-
-def type_in(commands, folder):
-    """What commands print in a shell, and its exit code."""
-    done = subprocess.run(
-        ["bash", "-c", commands],
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
+    code, printed, _ = judged(
+        check_ex9, changed(BY_HAND, [(place, f"    sampler.save()\n{place}")])
     )
-    return done.returncode, done.stdout
-
-
-def check_hang(commands, pasted, folder):
-    """Some systems let root alone use py-spy, as the page says."""
-    _, printed = type_in(commands.replace("sleep 20", WAIT), folder)
-    if "ermission" not in printed:
-        check_kind(pasted, printed)
-
-
-@pytest.mark.parametrize("page", ["09-by-hand", "10-faults"])
-def test_page(page, tmp_path, judged):
-    """All commands, in order. The files that a student changes become right ones before the blocks
-    in which nothing is wrong any more. The checker itself starts ranks once with accelerate, and
-    once with torchrun.
-    """
-    for name in ("accelerate_configs", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    right = {
-        "my_ddp.py": BY_HAND,
-        "my_flat.py": FLAT,
-        "my_overlap.py": OVERLAP,
-        "my_sharded.py": SHARDED,
-        "my_accelerate.py": ACCELERATED,
-        "mended.py": MENDED,
-        "going.py": GOING,
-    }
-    for commands, pasted in blocks_of((LAB / f"{page}.md").read_text()):
-        printed, wrong = "", "WRONG" in pasted
-        if "py-spy" in commands:
-            check_hang(commands, pasted, tmp_path)
-            continue
-        if "ok  " in pasted and not wrong:
-            for file in Path(tmp_path, "runs", "lab").glob("*.py"):
-                file.write_text(right[file.name])
-        for command in commands.splitlines():
-            if re.match("accelerate launch|torchrun .* --nproc_per_node 2", command):
-                code, text = start(command, tmp_path)
-            elif "check_ex" in command and (wrong or "my_accelerate.py" not in command):
-                checker = check_ex10 if "check_ex10" in command else check_ex9
-                _, _, file, *flags = command.split()
-                flags += ["--seconds", "40"] if wrong else []
-                code, text, _ = judged(checker, (tmp_path / file).read_text(), *flags)
-                text = text.replace(str(tmp_path / "mine.py"), file)
-            else:
-                code, text = type_in(command, tmp_path)
-            assert code == (wrong and "check_ex" in command), f"{command}\n{text}"
-            printed += text
-        check_kind(pasted, printed)
+    assert code == 1 and "runs to its end" in printed, printed
+    assert re.search(f"rank [01] ended in line {number}: AttributeError", printed), printed

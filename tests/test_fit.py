@@ -1,8 +1,7 @@
 """fit.py: its table, what it says of a record, and one line for bad input; its formulas beside
-what is counted on a CPU. test_ladder.py has real runs that fit as it said.
+what is counted on a CPU.
 """
 
-import json
 import re
 import shlex
 import sys
@@ -11,8 +10,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, run
-from test_bert import TINY
+from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +48,7 @@ def rows_of(text):
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
+    assert all(fit.read_memory(text) == size for text, size in SIZES.items())
     rows, out = fit_says("1800MB", "--mixed_precision", "bf16", "--num_processes", "8")
     assert set(rows) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert set(rows.pop("dp").values()) == {"dp", "", "-"} and "refuse it in bf16" in out
@@ -62,7 +61,6 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
                 for size in (batch or 1, batch + 1)
             )
             assert fits == bool(batch) and not fails
-    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_the_table_of_the_page_is_what_is_printed(fit_says):
@@ -78,42 +76,19 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
 
 
-def test_commands_of_readme_and_of_the_docstring_work(fit_says):
-    commands = re.findall(r"^ +python fit.py (\d.*)$", fit.__doc__, re.M)
-    assert len(commands) == 3
-    for command in commands:
-        rows, _ = fit_says(*shlex.split(command))
-        assert rows["ddp"]["fits"] == "yes"
-    done = run([sys.executable, "fit.py", "40GB"])
-    assert done.code == 0 and done.out == fit_says("40GB")[1]
-
-
-@pytest.mark.parametrize("text, size", SIZES.items())
-def test_memory_is_read(text, size):
-    assert fit.read_memory(text) == size
-
-
 @pytest.mark.parametrize(
     "words, content, message",
     [
         ("", None, "required: memory"),
         ("'40 apples'", None, "'40 apples' is no memory such as"),
         ("0GB", None, "'0GB' is no memory"),
-        ("40", None, "'40' is no memory"),
         ("4GB --per_device_train_batch_size 0", None, "--per_device_train_batch_size has to be 1"),
-        ("4GB --num_processes two", None, "invalid int value"),
         ("4GB --max_seq_length 1024", None, "the model's longest input 512"),
-        ("4GB --mixed_precision fp16", None, "invalid choice"),
-        ("4GB --dropout 1", None, "--dropout has to be"),
         ("4GB --config_overrides heads=3", None, "'heads=3' is none of"),
-        ("4GB --config_overrides hidden_size=0", None, "'hidden_size=0' is none of"),
         ("4GB --model gpt-5", None, "cannot read the model gpt-5"),
         ("4GB --model FILE", "{", "is not the config of a BERT"),
-        ("4GB --model FILE", "[]", "is not the config of a BERT"),
-        ("4GB --model FILE", "{}", "model_type"),
         ("4GB --model FILE", '{"model_type": "gpt2"}', "of type 'gpt2', not 'bert'"),
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
-        ("4GB --model FILE", '{"model_type": "bert", "hidden_size": "9"}', "hidden_size is '9'"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
         *(("FILE", text, "FILE is no record of a run") for text in NO_RECORDS),
     ],
@@ -132,7 +107,6 @@ def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
     "name, changes, known",
     [
         ("bert-base", {}, PSI),
-        ("bert-large", {}, 334_094_338),
         (str(ROOT / "tests" / "data" / "tiny_bert"), DEEPER, None),
     ],
 )
@@ -174,7 +148,9 @@ class Live(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("words", ["baseline no", "baseline bf16 AC", "ddp no AC", "ddp bf16"])
+@pytest.mark.parametrize(
+    "words", ["baseline no", pytest.param("ddp bf16 AC", marks=pytest.mark.slow)]
+)
 def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384):
     """Its tensors have sizes and no contents, so this takes no memory. A second micro-batch finds
     all gradients there, as DDP does. Attention has no dropout: with it, a CPU keeps the scores.
@@ -202,42 +178,11 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384)
             optimizer.step()
             optimizer.zero_grad()
     total = memory.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
-    print(f"{words}: counted / formula {live.peak / total:.3f}")
     assert live.peak == pytest.approx(total, rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_bytes_held_in_bf16_as_counted(strategy, tmp_path):
-    """By both ranks of a run, after a backward pass. test_bert.py and test_ladder.py count fp32."""
-    few = [*TINY, "--max_train_steps", 3, "--dropout", 0, "--max_eval_samples", 4]
-    env = {"SPY_DIR": str(tmp_path), "SPY_BYTES": "1"}
-    bf16 = ["--mixed_precision", "bf16"]
-    launch(strategy, "train_bert_squad.py", tmp_path / "run", *few, launcher=bf16, env=env)
-    for rank in (0, 1):
-        held = json.loads((tmp_path / f"bytes_{rank}.json").read_text())
-        formula = memory.bytes_held(strategy, sum(held.pop("sizes")), 2, "bf16")
-        assert sum(held.values()) == pytest.approx(formula, rel=0.05), f"{held}: {formula}"
-
-
-def test_the_settings_are_those_of_the_jsons():
-    for path in (ROOT / "accelerate_configs").glob("*.json"):
-        zero = json.loads(path.read_text())["zero_optimization"]
-        assert zero["reduce_bucket_size"] == memory.BUCKET
-        assert zero.get("stage3_max_live_parameters", memory.LIVE) == memory.LIVE
-
-
-def parts_and_rungs(text):
-    """{part: MB} and {what to try: MB}, as fit.py prints them of a record."""
-    above, below = text.split("Try next")
-    parts = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", above, re.M))
-    rungs = re.findall(r"^ *([\d,]+)  (.*)$", below, re.M)
-    sizes = {name: int(size.replace(",", "")) for name, size in parts.items()}
-    return sizes, {name: saved.replace(",", "") for saved, name in rungs}
-
-
 def explained(strategy, options=None, peak=0, work=None, **changes):
-    """`parts_and_rungs` of a record, and the whole text."""
+    """What fit.py prints of a record: {part: MB}, {what to try: MB}, and the whole text."""
     record = {"strategy": strategy.split("_")[0], "strategy_options": options or {}, "devices": 4}
     record |= {"per_device_batch_size": 1, "gradient_accumulation_steps": 1}
     record |= {"activation_checkpointing": True, "device_name": "NVIDIA H200"}
@@ -246,18 +191,19 @@ def explained(strategy, options=None, peak=0, work=None, **changes):
     first = {"rank": 0, "memory_before_mb": 7, "peak_memory_mb": peak}
     record["ranks"] = [first, {"rank": 1, "memory_before_mb": 2, "peak_memory_mb": 0}]
     text = "\n".join(fit.explain_run(record | changes))
-    return *parts_and_rungs(text), text
+    above, below = text.replace(",", "").split("Try next")
+    parts = re.findall(r"^(\S.*?) {2,}(\d+)$", above, re.M)
+    rungs = re.findall(r"^ *(\d+)  (.*)$", below, re.M)
+    return {name: int(mb) for name, mb in parts}, {name: int(mb) for mb, name in rungs}, text
 
 
 @pytest.mark.parametrize(
     "name, parts, rungs, host",
     [
         ("ddp", (100, 100, 200), {"fsdp_keep": 200, "fsdp": 300, "fsdp_offload": 400}, 0),
-        ("zero3", (25, 25, 75), {"fsdp": 25, "fsdp_offload": 125, "twice": 62}, 0),
         # it has 100 MB gathered besides
         ("fsdp_keep", (25, 25, 50), {"fsdp": 100, "fsdp_offload": 200, "twice": 50}, 0),
         ("zero2_offload", (100, 0, 0), {"fsdp_offload": 100}, 100),
-        ("fsdp_offload", (0, 0, 0), {}, 100),
     ],
 )
 def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
@@ -271,7 +217,7 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     expected = {"libraries and data": 7} | dict(zip(PARTS, parts, strict=True))
     expected |= {"activations and all else": 993 - sum(parts), "total": 1000}
     assert list(held.items()) == list(expected.items())
-    saved = {re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: int(mb) for rung, mb in tried.items()}
+    saved = {re.search(r"twice|[a-z_]+(?=.yaml)", rung)[0]: mb for rung, mb in tried.items()}
     assert saved == rungs
     assert bool(rungs) != ("a smaller batch or model, or a device with more memory" in text)
     assert "rank 0 held at its peak" in text
@@ -281,32 +227,12 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
 
 
 def test_what_a_run_needs_that_died():
-    """Its record says "running", and has no peak."""
+    """Its record has no peak. Of BERT a formula says it, of an LSTM parameters and states only."""
     bert = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "dropout": 0.0}
     held, tried, text = explained("ddp", work=bert, parameters=PSI, per_device_batch_size=4)
     step = memory.memory_of("ddp", BASE, 4, 384, 4, "no", True)
     assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
-
-
-def test_no_formula_of_bert_says_what_a_smaller_batch_saves_an_lstm():
-    """With a peak and without: parameters, gradients and states are those of any model."""
-    for peak in (0, 5000):
-        changes = {"per_device_batch_size": 9, "activation_checkpointing": None, "peak": peak}
-        held, tried, text = explained("baseline", **changes)
-        assert (held["parameters"], held["gradients"], held["optimizer states"]) == (100, 100, 200)
-        assert "batch_size 1" not in " ".join(tried) and "--activation_ch" not in text
-        assert "a smaller batch saves is not known" in text and len(tried) == 3
-    *_, text = explained("baseline", parameters=20_000, peak=5000)
-    assert "a smaller batch or model" in text
-
-
-@pytest.mark.parametrize("name", ["ddp-1x2-r1", "fsdp-1x2-r1"])
-def test_a_real_record_is_explained(name, example_records, fit_says):
-    path = example_records / name / "run.json"
-    _, out = fit_says(str(path))
-    parts, _ = parts_and_rungs(out)
-    peak = max(rank["peak_memory_mb"] for rank in json.loads(path.read_text())["ranks"])
-    total = parts.pop("total")
-    assert total == pytest.approx(peak, abs=1)
-    assert sum(parts.values()) == pytest.approx(total, abs=4)
+    held, tried, text = explained("baseline", activation_checkpointing=None)
+    assert [held[part] for part in PARTS] == [100, 100, 200]
+    assert "batch_size" not in " ".join(tried) and "smaller batch saves is not known" in text

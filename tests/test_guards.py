@@ -69,7 +69,7 @@ def test_a_rank_whose_launcher_died_saves_and_stops(strategy, number, tmp_path):
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     launcher.send_signal(getattr(signal, number))
     launcher.wait()
-    gone, alive = psutil.wait_procs(ranks, timeout=120)
+    gone, alive = psutil.wait_procs(ranks, timeout=250)
     assert gone and not alive, "a rank goes on"
     ended = json.loads((tmp_path / "run" / "run.json").read_text())
     assert ended["status"] == "preempted"
@@ -159,7 +159,7 @@ def test_without_a_folder_a_run_gets_a_new_one_which_is_named_after_the_script(t
     argv = [str(ROOT / SCRIPT), "--dataset", "digits", "--max_train_steps", "1"]
     out, err = tmp_path / "out", tmp_path / "err"
     out.touch(), err.touch()
-    code = warm.run_ranks(words, argv, environment({}), tmp_path, str(out), str(err), 60)
+    code = warm.run_ranks(words, argv, environment({}), tmp_path, str(out), str(err), 240)
     assert code == 0, err.read_text()
     [folder] = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("mnist_rnn-20")

@@ -1,96 +1,58 @@
-"""A real `accelerate launch` of every YAML with a script. The ranks that other tests fork (see
-warm.py) train as these do; `pytest -m matrix tests/test_launch.py` launches what only they do.
+"""Real launches, of script and YAML copied to another folder. The ranks that other tests fork (see
+warm.py) train as these do.
 """
 
+import functools
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 import test_bert
 import test_mnist
-from conftest import ACCELERATE, ROOT, RUNGS, STRATEGIES, launch, run
+from conftest import ACCELERATE, ROOT, launch, run
 
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
 RANKS = {"baseline": 1, "dp": 1, "hsdp": 4}  # and else 2
-# Where a pair is launched: in `make test`, in `make test-all`, ...
-NOW = {*product(("dp", "ddp", "zero2"), [MNIST]), *product(("baseline", "fsdp", "zero3"), [BERT])}
-LATER = {*product(("hsdp", "fsdp_offload", "zero3_offload"), [BERT])}
-LATER |= {*product(("zero1", "zero2_offload"), [MNIST])}
-# ... and in `.ci/run` by `make sweep`, by the ladder's page, and by test_elsewhere.py.
-THERE = {("baseline", MNIST), ("ddp", BERT), ("fsdp_keep", BERT), ("zero3", MNIST)}
-PAIRS = [
-    (yaml, script)
-    for script in TESTS
-    for yaml in ("baseline", "dp", "hsdp", *STRATEGIES, *RUNGS)
-    if (yaml, script) not in THERE
-]
+NOW = [*product(("dp", "ddp", "zero2"), [MNIST]), *product(("fsdp", "zero3"), [BERT])]
+# `.ci/run` has more: these, the commands of pages, `make train` and `make sweep`.
+LATER = [("zero2_offload", MNIST), ("hsdp", BERT)]
+PAIRS = [*NOW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LATER)]
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """script -> the Result of a forked baseline."""
-    return {
-        script: launch(
-            "baseline",
-            script,
-            tmp_path_factory.mktemp("reference"),
-            *tests.flags(tests.GLOBAL_BATCH),
-        )
-        for script, tests in TESTS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def launched(request, tmp_path_factory):
-    """(YAML, script) -> the Result of a real launch, for all that this session asks for; two at
-    once, as one imports while the other waits. Copies of script, YAML and JSON run in a folder
-    where there is nothing else but BERT's data.
-    """
+def copy(tmp_path_factory):
+    """A folder with copies of scripts, YAMLs and JSONs, and nothing else but BERT's data."""
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "accelerate_configs", copy / "accelerate_configs")
     for script in TESTS:
         shutil.copy(ROOT / script, copy)
     (copy / "tests").mkdir()
     (copy / "tests" / "data").symlink_to(ROOT / "tests" / "data")
-
-    def start(pair):
-        yaml, script = pair
-        tests, folder = TESTS[script], copy / f"{yaml}-{script}"
-        words = ["--config_file", f"accelerate_configs/{yaml}.yaml"]
-        words += ["--main_process_port", 0, script, "--output_dir", folder]
-        words += tests.flags(tests.GLOBAL_BATCH // RANKS.get(yaml, 2))
-        return run(["env", "-C", str(copy), *ACCELERATE, *map(str, words)], folder)
-
-    pairs = [
-        tuple(item.callspec.params.values())
-        for item in request.session.items
-        if "launched" in item.fixturenames
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(pairs, pool.map(start, pairs), strict=True))
+    return copy
 
 
-def mark(pair):
-    """When a pair is launched."""
-    if pair in NOW:
-        return []
-    return pytest.mark.slow if pair in LATER else pytest.mark.matrix
+@functools.cache
+def reference(script, folder):
+    """A forked baseline."""
+    return launch("baseline", script, folder, *TESTS[script].flags(TESTS[script].GLOBAL_BATCH))
 
 
-@pytest.mark.parametrize("yaml, script", [pytest.param(*pair, marks=mark(pair)) for pair in PAIRS])
-def test_every_yaml_and_script_copied_to_another_folder(yaml, script, launched, references):
-    result, reference = launched[yaml, script], references[script]
+@pytest.mark.parametrize("yaml, script", PAIRS)
+def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
+    tests, folder, count = TESTS[script], copy / f"{yaml}-{script}", RANKS.get(yaml, 2)
+    words = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--main_process_port", 0, script]
+    words += ["--output_dir", folder, *tests.flags(tests.GLOBAL_BATCH // count)]
+    result = run(["env", "-C", str(copy), *ACCELERATE, *map(str, words)], folder)
     assert result.code == 0, result.err
-    record, count = result.record, RANKS.get(yaml, 2)
+    record, expected = result.record, reference(script, copy / script.removesuffix(".py"))
     assert record["strategy"] == yaml.split("_")[0] and record["status"] == "completed"
     assert record["processes"] == record["devices"] == len(record["ranks"]) == count
     assert f"{record['strategy']} on {count} x CPU (" in result.out
     assert all(rank["real"] > 1 and rank["user"] > 1 for rank in record["ranks"])
-    TESTS[script].assert_same_numbers(result, reference)
+    tests.assert_same_numbers(result, expected)
     if count == 1:  # as on a CPU, dp is the baseline
-        assert result.losses == reference.losses
+        assert result.losses == expected.losses
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 import torchvision
-from accelerate import utils
 from conftest import STRATEGIES, launch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -66,16 +65,6 @@ def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
         assert sorted(sum(both, [])) == sorted(ids), f"step {step + 1} saw other samples"
 
 
-@pytest.mark.slow
-def test_a_gpus_way_with_lstm_weights_does_no_harm(baseline, tmp_path):
-    """cuDNN moves an LSTM's weights into one buffer, which FSDP2 and checkpoints cannot bear; here
-    that is imitated.
-    """
-    env = {"SPY_FLATTEN": "1"}
-    fsdp = launch("fsdp", SCRIPT, tmp_path / "fsdp", *flags(32), env=env)
-    assert fsdp.losses == pytest.approx(baseline.losses, rel=1e-4)
-
-
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
     """Whatever autocast makes of an LSTM: on CUDA it is fp16, on a CPU what was asked for."""
@@ -106,17 +95,6 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     assert script.peak_memory() > held - 1 or not kernel_knows_it
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_the_seed_makes_the_weights(seed, tmp_path):
-    """A learning rate of nearly nothing leaves them as they were made."""
-    words = [*DIGITS, *"--max_train_steps 1 --learning_rate 1e-12 --seed".split(), seed]
-    result = launch("baseline", SCRIPT, tmp_path, *words)
-    utils.set_seed(seed)
-    made = script.RowLSTM(8, 64, 0.2).state_dict()
-    for name, weight in result.weights.items():
-        assert torch.allclose(weight, made[name], rtol=0, atol=1e-6), name
-
-
 RECORD = """version script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
     workload parameters seconds steps_per_second samples_per_second ranks metrics loss_history
@@ -136,19 +114,13 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     measured = "rank host device_name real user sys memory_before_mb peak_memory_mb"
     assert all(set(rank) == set(measured.split()) for rank in record["ranks"])
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
-    assert all(rank["peak_memory_mb"] > 50 for rank in record["ranks"])
     assert record["global_batch_size"] == 63 and record["steps"] == 30
-    assert (record["workload"]["max_train_steps"], record["workload"]["num_epochs"]) == (30, 2)
-    assert record["workload"]["max_grad_norm"] == 1
-    assert record["status"] == "completed" and record["resumed_from"] is None
     assert set(record["versions"]) == {"torch", "accelerate", "deepspeed", "transformers"}
-    assert record["versions"]["torch"] == torch.__version__
     seconds = record["seconds"]
     assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
     rates = record["steps_per_second"]
     assert len(rates) == 5, "8, 16, 22 (the epoch's end), 24, 30"
     assert record["samples_per_second"] == 63 * statistics.median(rates)
-    assert "--max_train_steps" in record["argv"]
 
     # The saved weights, evaluated by hand in this process, are as accurate as three counted.
     model = script.RowLSTM(8, 64, 0.0).eval()
@@ -161,7 +133,6 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     losses = {event.step: event.value for event in logs.Scalars("loss")}
     assert losses == {step: pytest.approx(result.losses[step - 1]) for step in (8, 16, 22, 24, 30)}
     assert [event.step for event in logs.Scalars("accuracy")] == [22, 30]
-    assert list((tmp_path / "tensorboard").glob("*/hparams.yml"))
 
 
 def test_progress_is_lines(baseline):
@@ -292,23 +263,3 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
             shutil.rmtree(tiny_mnist)
     with pytest.raises(SystemExit, match=f"^error: .*Error downloading {download.name}"):
         script.read_images(args)
-
-
-# -------- workarounds: a test that fails says: look whether one can go
-
-
-def test_accelerate_compiles_for_fixed_shapes(monkeypatch):
-    """What the launcher sets is False, and torch's own default is None."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
-    assert utils.TorchDynamoPlugin().dynamic is False
-
-
-def test_dataparallels_threads_forget_the_dtype_of_autocast():
-    """A thread finds CUDA's default, fp16. So `make_accelerator` refuses bf16 under dp."""
-    before, found = torch.get_autocast_dtype("cuda"), []
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    thread = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype("cuda")))
-    thread.start()
-    thread.join()
-    torch.set_autocast_dtype("cuda", before)
-    assert found == [torch.float16]

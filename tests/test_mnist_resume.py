@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import RUNGS, STRATEGIES, launch
+from conftest import launch
 
 SCRIPT = "train_mnist_rnn.py"
 # 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14,
@@ -51,7 +51,7 @@ def killed_at_its_end(result, folder):
 
 def assert_near(result, reference, rel, atol, leave_out="(?!)"):
     """The same losses of every step, and weights of the last epoch and of the best, but for
-    rounding; prints how near.
+    rounding.
     """
     assert result.losses == pytest.approx(reference.losses, rel=rel)
     names = [name for name in reference.weights if not re.search(leave_out, name)]
@@ -59,11 +59,6 @@ def assert_near(result, reference, rel, atol, leave_out="(?!)"):
         assert mine.keys() == others.keys()
         for name in names:
             torch.testing.assert_close(mine[name], others[name], rtol=1e-3, atol=atol, msg=name)
-    record, weights = result.record, [result.weights[n] - reference.weights[n] for n in names]
-    loss = max(abs(a / b - 1) for a, b in zip(result.losses, reference.losses, strict=True))
-    weight = max(difference.abs().max().item() for difference in weights)
-    work = f"{record['strategy']}, accumulation {record['gradient_accumulation_steps']}"
-    print(f"{work}: relative loss {loss:.1e}, absolute weights {weight:.1e}")
 
 
 def assert_same_end(result, reference):
@@ -91,8 +86,7 @@ def checkpoints(folder):
         ("ddp", "SPY_SIGNAL", 31, 28),
         ("zero3", "SPY_SIGNAL", 31, 28),
         ("ddp", "SPY_EVAL", 22, 22),  # in the evaluation, which is repeated
-        *(pytest.param(name, "SPY_SIGNAL", 31, 28, marks=SLOW) for name in STRATEGIES[1:3]),
-        *(pytest.param(name, "SPY_SIGNAL", 31, 28, marks=SLOW) for name in RUNGS),
+        pytest.param("fsdp", "SPY_SIGNAL", 31, 28, marks=SLOW),
     ],
 )
 def test_resume_after_sigkill_is_exact(strategy, order, seen, step, undisturbed, tmp_path):
@@ -122,7 +116,6 @@ def test_resume_after_sigkill_is_exact(strategy, order, seen, step, undisturbed,
         ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 4),  # several in the first step
         ("ddp", {"SPY_SIGNAL": "SIGINT all 29"}, 32),  # Ctrl-C: all processes in a terminal get it
         ("ddp", {"SPY_EVAL": "SIGTERM 1 1"}, 22),  # in the evaluation
-        pytest.param("zero2", {"SPY_SIGNAL": "SIGUSR1 0 24"}, 28, marks=SLOW),
         pytest.param("zero3", {"SPY_SAVE": "SIGTERM 2"}, 16, marks=SLOW),  # while 0 saves step 14
         pytest.param("fsdp", {"SPY_EVAL": "SIGHUP 0 0"}, 22, marks=SLOW),
     ],
@@ -140,19 +133,6 @@ def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, 
     resumed = spied(strategy, tmp_path, "--resume")
     assert step_of(resumed.record["resumed_from"]) == step
     assert_same_end(resumed, undisturbed(strategy))
-
-
-def test_ranks_log_and_agree_every_50_steps_if_nothing_is_said(tmp_path):
-    """An epoch has 71 steps, and its end is a log too."""
-    flags = "--dataset digits --num_epochs 2 --per_device_train_batch_size 10".split()
-    env = {"SPY_SIGNAL": "SIGTERM all 80"}
-    result = launch("ddp", SCRIPT, tmp_path / "run", *flags, env=env)
-    record = result.record
-    assert (record["status"], record["steps"]) == ("preempted", 100)
-    lines = re.findall(r"^step (\d+)/142: loss \d\.\d{4}, \d+\.\d\d steps/s$", result.out, re.M)
-    assert lines == ["50", "71", "100"] and len(record["steps_per_second"]) == 3
-    assert all(rate > 0 for rate in record["steps_per_second"])
-    assert checkpoints(tmp_path / "run") == ["step_00000071", "step_00000100"]
 
 
 # -------- checkpoints
@@ -210,7 +190,6 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
     for was, now, flags, options, change in (
         ("ddp", "ddp", ["--hidden_size", 32, "--seed", 1], {}, "model: lstm-64 -> lstm-32"),
         ("ddp", "ddp", ["--learning_rate", 0.01], {}, "learning_rate: 0.005 -> 0.01"),
-        ("ddp", "ddp", ["--num_epochs", 3], {}, "num_epochs: 2 -> 3"),
         ("ddp", "fsdp", [], {}, "strategy: ddp -> fsdp"),
         ("ddp", "baseline", one, {}, "strategy: ddp -> baseline"),
         ("ddp", "ddp", [], {"processes": 1}, "global_batch_size: 64 -> 32"),
@@ -230,8 +209,6 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
 
     folder = undisturbed("ddp").folder
     before = (folder / "run.json").read_bytes()
-    refused = launch("ddp", SCRIPT, folder, *FLAGS, ok=False)
-    assert "holds another run: add --resume" in refused.error_line()
     assert "is a completed run already" in launch("ddp", SCRIPT, folder, *FLAGS, "--resume").out
     assert (folder / "run.json").read_bytes() == before
 
@@ -253,9 +230,7 @@ def ids_of_steps(folder, ranks):
 
 
 @SLOW
-@pytest.mark.parametrize(
-    "strategy, before, after", [("ddp", 2, 3), ("ddp", 2, 1), ("fsdp", 1, 2), ("fsdp", 2, 1)]
-)
+@pytest.mark.parametrize("strategy, before, after", [("ddp", 2, 3), ("fsdp", 2, 1)])
 def test_a_run_goes_on_with_other_devices(strategy, before, after, by_48, tmp_path):
     """The losses of every step, and the samples, are those of an undisturbed run."""
 
@@ -277,7 +252,7 @@ def test_a_run_goes_on_with_other_devices(strategy, before, after, by_48, tmp_pa
 # -------- numbers that are none
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *slow("fsdp", "zero2", "zero3")])
+@pytest.mark.parametrize("strategy", ["ddp", *slow("zero3")])
 def test_a_loss_that_is_none_ends_all_ranks_before_it_is_saved(strategy, undisturbed, tmp_path):
     """On one rank, in step 34: the ranks see it at the next log, which is that of a save."""
     failed = spied(strategy, tmp_path, SPY_NAN="1 33", ok=False)
@@ -290,12 +265,6 @@ def test_a_loss_that_is_none_ends_all_ranks_before_it_is_saved(strategy, undistu
     assert not (tmp_path / "model.safetensors").exists()
     assert checkpoints(tmp_path) == ["step_00000022", "step_00000028"]
     assert_same_end(spied(strategy, tmp_path, "--resume"), undisturbed(strategy))
-
-
-def test_a_learning_rate_that_is_far_too_high_ends_the_run(tmp_path):
-    result = launch("baseline", SCRIPT, tmp_path, *FLAGS, "--learning_rate", "1e30", ok=False)
-    assert "lower --learning_rate" in result.error_line() and result.record["status"] == "failed"
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_best_is_the_model_of_the_epoch_that_scored_best(tmp_path):

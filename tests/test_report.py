@@ -9,10 +9,8 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
-from unittest import mock
 
 import numpy
 import pytest
@@ -20,13 +18,11 @@ from conftest import ROOT, run
 from scipy.stats import dunnett, tukey_hsd
 
 import report
-from planning import facts
-from reporting import comparing, page, pictures, records, times
+from reporting import times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 GPU = {"device_name": "NVIDIA H200"}
 VERSIONS = {"torch": "2.15.0", "accelerate": "1.15.0", "deepspeed": None, "transformers": None}
-NO_PEAK = {"rank": 0, "host": "n", "peak_memory_mb": None, "real": 1.0, "user": 1.0, "sys": 1.0}
 EXAMPLE = ROOT / "docs" / "results" / "report-cpu"
 NUMBERS = itertools.count(100)
 
@@ -146,15 +142,10 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
     runs = named("base baseline, b2 baseline 1 101, ddp ddp 2 60")
     for name, version in (("old", "0.17.6"), ("new", "0.19.8")):
         runs[name] = record("zero2", 2, 50, versions=VERSIONS | {"deepspeed": version})
-    run_report_rows, text = report_of(tmp_path, **runs)
+    rows, text = report_of(tmp_path, **runs)
     assert "they differ in deepspeed.\n" in text
-    assert {name: run_report_rows[name]["speedup"] for name in ("old", "new")} == {
-        "old": "2.01",
-        "new": "2.01",
-    }
-    assert run_report_rows["old"]["repeats"] == "1" and text.count("DDP on 1 x 2") >= 2
-    own, _ = report_of(tmp_path / "one", **named("base baseline, ddp ddp 2 60"), new=runs["new"])
-    assert own["new"]["speedup"] == "2.0" and len(own) == 3
+    for name in ("old", "new"):
+        assert (rows[name]["speedup"], rows[name]["repeats"]) == ("2.01", "1")
     # Nor does the page name such a version where workloads differ in something else.
     drops = record("zero2", 2, 50, work={"dropout": 0.5}, versions=runs["new"]["versions"])
     _, text = report_of(tmp_path / "other", **named("base baseline"), drops=drops)
@@ -163,43 +154,17 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
 
 def test_ranks_on_other_devices_are_another_workload(tmp_path):
     mixed = record("ddp", 2, 50, **GPU)
-    for rank, name in zip(mixed["ranks"], ("NVIDIA H200", "NVIDIA L40S"), strict=True):
-        rank["device_name"] = name
-    other = record("ddp", 2, 50)
-    other["ranks"][1]["device_name"] = "CPU (another)"
-    runs = {"gpu": record("baseline", **GPU), "cpu": record("baseline")}
-    rows, text = report_of(tmp_path, mixed=mixed, other=other, **runs)
-    assert rows["mixed"]["speedup"] == rows["other"]["speedup"] == ""
+    mixed["ranks"][1]["device_name"] = "NVIDIA L40S"
+    rows, text = report_of(tmp_path, mixed=mixed, gpu=record("baseline", **GPU))
+    assert rows["mixed"]["speedup"] == ""
     assert "device_name NVIDIA H200 + NVIDIA L40S" in text
-    assert "device_name CPU (another) + CPU (x86" in text
-
-
-def test_the_two_kinds_of_scaling_are_told_apart(tmp_path):
-    runs = named("base baseline, weak ddp 2 50, strong ddp 2 80 16, neither ddp 2 70 8")
-    rows, text = report_of(tmp_path / "cpu", **runs)
-    fixed = {"base itself 1.0", "weak batch per device 2.0", "strong global batch 1.25", "neither"}
-    assert shown_in(rows, "fixed", "speedup") == fixed
-    weak, strong, other = text.split("**")[2], text.split("**")[4], text.split("without a ")[1]
-    for part, cell in ((weak, "50.0 s, 2.00×, 100 %"), (strong, "80.0 s, 1.25×, 62 %")):
-        assert f"| {cell} |" in part
-    assert "baseline, 8 samples per device and step:" in other and "| 70.0 s " in other
-    # 156 samples make 19 steps of 8 an epoch, but 9 of 16: 5 % less work for two devices.
-    runs = named("base baseline 1 100 8, strong fsdp 2 50 4", steps=6 * 19)
-    rows, _ = report_of(tmp_path / "uneven", **runs, **named("weak ddp 2 50 8", steps=6 * 9))
-    assert [rows[run]["speedup"] for run in ("base", "weak", "strong")] == ["1.0", "", "2.0"]
-    # With GPUs, processes have as many threads as Slurm granted.
-    runs = named("base baseline", threads=4, **GPU) | named("dp dp 2 50", threads=8, **GPU)
-    rows, _ = report_of(tmp_path / "gpu", **runs)
-    assert rows["dp"]["speedup"] == "2.0"
 
 
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     """Of one global batch, 4 x 8 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is that
-    with the shortest time, not with the largest speedup over a slow baseline; seconds and speedups
-    of the first page are those of all steps.
+    with the shortest time, not with the largest speedup over a slow baseline.
     """
     again = {"gradient_accumulation_steps": 4, "steps": 160, "global_batch_size": 32}
-    sizes = [{"dp_replicate_size": number, "dp_shard_size": 2} for number in (2, 1)]
     runs = {
         "slow": ("baseline", 1, 200, 8, again),
         "base": ("baseline", 1, 100.22, 32, {}),
@@ -207,9 +172,6 @@ def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
         "strong": ("ddp", 2, 60, 16, {"samples_per_second": 5120 / 30}),
         "weak": ("ddp", 2, 50, 32, {"samples_per_second": 5120 / 26}),
         "little": ("fsdp", 2, 75.2, 8, {}),
-        "zero": ("zero1", 2, 70, 32, {}),
-        "hsdp": ("hsdp", 4, 70, 32, {"strategy_options": sizes[0]}),
-        "other": ("hsdp", 2, 71, 32, {"strategy_options": sizes[1]}),
     }
     records = {
         f"{name}{more}": record(strategy, devices, seconds + more / 10, batch=batch, **changes)
@@ -225,19 +187,7 @@ def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     shown = first_page(text)
     assert "The fastest is DDP on 1 x 2 (batch 32), 2.00 times" in shown
     assert "20% faster than DDP on 1 x 2 (batch 16) (" in shown
-    tables_of = text.split("# Details")[0].split("**Weak scaling**, ")[1:]
-    weak = next(part for part in tables_of if part.startswith("32"))
-    assert rows_in(weak.split("**Strong")[0], "HSDP") == {
-        ("1 x 2", "64"): {
-            "DDP": "50.0 s, 2.00×, 100 %",
-            "HSDP": "71.0 s, 1.41×, 71 %",
-            "ZeRO-1": "70.0 s, 1.43×, 72 %",
-        },
-        ("1 x 4", "128"): {"DDP": "", "HSDP": "70.0 s, 1.43×, 36 %", "ZeRO-1": ""},
-    }
-    assert "| 60.0 s, 1.67×, 84 % |" in text.split("**Strong scaling**, 32 ")[1]
     assert float(rows["weak0"]["step_seconds"]) == pytest.approx(64 * 26 / 5120)
-    assert "(the start took 48% of the time)" in text
 
 
 def test_variants_of_a_strategy_are_no_repeats(tmp_path):
@@ -256,9 +206,6 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     shown |= {"plain fsdp 2 1.25", "other fsdp 1 1.25", "keep fsdp_keep 1 2.0"}
     shown |= {"offload fsdp_offload 1 1.25"}
     assert shown_in(rows, "strategy", "repeats", "speedup") == shown
-    assert 'state_dict_type: "FULL"' in text and "| FSDP keep " in text
-    assert "80.0 s, 1.25×, 62 % (fastest of 2)" in text and "version" not in text.split("## How")[0]
-    assert "| DDP  " in text and "| DDP, activation checkpointing  " in text
     rows, text = report_of(tmp_path / "alone", **again)
     assert rows["anew"]["speedup"] == "" and "without --activation_checkpointing." in text
 
@@ -268,7 +215,6 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     columns = "run,strategy,nodes,gpus_per_node,repeat,job\n"
     files = {
         "half/run.json": '{"status": "comp',
-        "cut/sweep.csv": f"{columns}ddp-1x2-r1,ddp,1\nd",
         "sweep.csv": f"{columns}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n",
     }
     for name, text in files.items():
@@ -298,50 +244,27 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
         "died (zero2, 1 x 2): no end: died, or is still running: see slurm-7.out",
         *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
         "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
-        "skipped cut/sweep.csv",
     ):
         assert line in text
 
 
 def test_faults_are_what_a_reader_should_measure_again(tmp_path):
-    """Fewer cores for each rank than the baseline's; few steps. A busy machine is none."""
+    """Fewer cores for each rank than the baseline's; few steps."""
     few, base = record("fsdp", 2, 50, **GPU), record("baseline", **GPU)
-    for rank in few["ranks"]:
-        rank |= {"host": "n0", "cores": 8}
-    more = json.loads(json.dumps(few))
-    for rank in more["ranks"] + base["ranks"]:
-        rank["cores"] = 16
-    busy = record("ddp", 2, 50, **GPU)
-    for rank in busy["ranks"]:
-        rank |= {"train_cpu": 5.0, "user": 6.0, "cores": 16}
+    for rank in few["ranks"] + base["ranks"]:
+        rank |= {"host": "n0", "cores": 16}
     short = record("zero2", 2, 50, steps=29, **GPU)
-    rows, text = report_of(tmp_path, busy=busy, few=few, more=more, gpu=base, short=short)
-    assert "FSDP on 1 x 2 (4 cores a rank) (4 cores a rank, the baseline 16)" in text
-    assert {row["cores"] for row in rows.values()} == {"", "4.0", "8.0", "16.0"}  # no repeats
-    notes = {run: row["note"] for (run, _), row in rows_in(text, "note").items()}
-    assert notes["ZeRO-2"] == "29 steps are too few" and notes["DDP"] == notes["baseline"] == ""
+    rows, text = report_of(tmp_path, few=few, gpu=base, short=short)
+    assert "FSDP on 1 x 2 (8 cores a rank, the baseline 16)" in text
+    assert rows_in(text, "note")["ZeRO-2", "1 x 2"]["note"] == "29 steps are too few"
 
 
 # -------- chance
 
 
-def report_by_hand(times):
-    """The workload of times that were taken by hand, as {strategy: seconds}; on two devices, but
-    for the baseline.
-    """
-    taken = []
-    for name, of_name in times.items():
-        setting = records.Setting(name, 1, 1 if name == "baseline" else 2)
-        for number, seconds in enumerate(of_name):
-            figures = records.Figures(seconds=float(seconds))
-            run = records.Run(f"{name}{number}", {"script": "by hand"}, setting, figures=figures)
-            taken.append(run)
-    return comparing.find_workloads(taken)[0]
-
-
 def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
     """Two workloads, each with Dunnett's test and Tukey's: 1.25 % each. The baseline's spread is in
-    the interval of a speedup, and more repeats never hide a difference.
+    the interval of a speedup.
     """
     seconds = {"baseline": (100, 103, 99), "ddp": (91, 90, 88), "fsdp": (97, 99, 96, 98)}
     runs = {
@@ -360,17 +283,14 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
         ends = [float(row["speedup_from"]), float(row["speedup_to"])]
         assert ends == pytest.approx([math.exp(-high[i]), math.exp(-low[i])])
         sure = "faster" if high[i] < 0 else ""
-        assert (
-            row["sure"] == sure == rows_in(text, "sure")[row["strategy"].upper(), "1 x 2"]["sure"]
-        )
+        assert row["sure"] == sure
     assert {row["sure"] for row in rows.values()} == {"", "faster"}
     low, high = tukey_hsd(*others).confidence_interval(1 - 0.05 / 4)
     margin = math.expm1((high[0, 1] - low[0, 1]) / 2)
     assert f"FSDP on 1 x 2 ({margin:.1%} would be enough)" in text
-    apart = report_by_hand({"baseline": [100, 103, 99] * 9, "ddp": [98, 101, 97] * 9})
-    assert apart.cells[1].comparison.sure == "faster"  # though the repeats overlap
 
 
+@pytest.mark.slow
 def test_claims_are_false_in_five_percent_of_reports_at_most():
     """By simulation, with the table of the benchmarks' page. More repeats show more."""
     printed = run([sys.executable, "benchmarks/claims.py"]).out
@@ -404,41 +324,26 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     cells = {("1 x 2", "64"): dict(zip(names, [*two, "111.0 s, 0.90×, 45 %"], strict=True))}
     cells |= {("2 x 2", ""): dict(zip(names, ["", "", "", "no result"], strict=True))}
     assert rows_in(text, "DDP") == cells
-    shown = first_page(report_of(tmp_path, ddp9=record("ddp", 2, 90))[1])
-    assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are the fastest, 1.39 to 1.80" in shown
-    assert "would have to differ by" in shown
-    assert "Mind: measure again: DDP on 1 x 2 (a repeat took 62% longer" in shown
-    once = named("base baseline, ddp ddp 2 50")
-    assert "Mind: each cell was measured only once" in first_page(
-        report_of(tmp_path / "once", **once)[1]
-    )
 
 
 # -------- a folder
 
 
 def test_a_report_lies_with_its_runs(tmp_path, monkeypatch):
-    """With the page's commands, too. A compressed folder is read as it is: it lies beside it."""
+    """A compressed folder is read as it is: it lies beside it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "ddp.log").touch()
-    (tmp_path / "times.csv").write_text(f"{HEAD}baseline,1,1,3m6.619s\n")
     report_of(tmp_path / "runs", base=record("baseline"), ddp=record("ddp", 2, 60))
     for kind in ("xztar", "zip"):
         run_report(shutil.make_archive(str(tmp_path / kind / "a"), kind, tmp_path / "runs"))
     found = [(tmp_path / name / "report.csv").read_text() for name in ("runs", "xztar", "zip")]
     assert found[0] == found[1] == found[2] and ",ddp.log," in found[0]
-    commands = re.findall(r"^python report.py (.*)$", (ROOT / "docs/report.md").read_text(), re.M)
-    for words in commands:
-        written = tmp_path / ("" if "--times" in words else "runs") / "report.md"
-        written.unlink(missing_ok=True)
-        run_report(*words.split())
-        assert written.exists() and len(commands) == 2
 
 
 def test_copies_failures_and_links_to_folders(tmp_path, capsys):
-    """A copy of a run is no repeat; a single run, and a folder that is linked, are read; where
-    nothing completed the report says so and exits with 1.
+    """A copy of a run is no repeat; a folder that is linked is read; where nothing completed the
+    report says so and exits with 1.
     """
     outside = tmp_path / "scratch"
     report_of(outside, base=record("baseline"))
@@ -448,70 +353,26 @@ def test_copies_failures_and_links_to_folders(tmp_path, capsys):
     rows, text = report_of(tmp_path / "runs", ddp=ddp, copied=ddp)
     assert {run: row["repeats"] for run, row in rows.items()} == {"linked/base": "1", "copied": "1"}
     assert "skipped ddp/run.json: a copy of copied/run.json, and no repeat" in text
-    (tmp_path / "runs" / "ddp.log").touch()
-    rows, _ = report_of(tmp_path / "runs" / "ddp")
-    assert rows["ddp"]["log"] == "../ddp.log"
     with pytest.raises(SystemExit, match="none of the runs completed"):
         report_of(tmp_path / "bad", failed=record("ddp", 2, status="failed"))
     assert "failed (ddp, 1 x 2): failed: broke down" in capsys.readouterr().out
-    long = f"{sys.executable} report.py {tmp_path}/runs --output_dir {tmp_path}/out | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", long], cwd=ROOT, capture_output=True)
-    assert (done.stdout, done.stderr, done.returncode) == (b"# Report\n", b"", 0)
 
 
-def paths_of(value, path=()):
-    """The places of all values in a record, as tuples of keys."""
-    children = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, list):
-        children = enumerate(value)
-    return [path, *(place for key, child in children for place in paths_of(child, (*path, key)))]
-
-
-def test_a_wrong_type_in_a_record_skips_this_record(tmp_path):
-    """Each value of a record, replaced by values of other types: such a record is in the tables, or
-    skipped with a line that names the field.
+@pytest.mark.parametrize("value", [None, "x", -1, 0.5, True, [], ["x"], {"x": 1}], ids=str)
+def test_a_wrong_type_in_a_record_skips_this_record(tmp_path, value):
+    """In the place of each value of a record: it is in the tables, or skipped with a line that
+    names the field.
     """
-    options = {"overlap_comm": True, "dp_shard_size": 2, "reduce_bucket_size": 9}
-    good = record("ddp", 2, 50, strategy_options=options)
-    wrong = [None, "x", -1, 0.5, True, [], ["x"], {"x": 1}]
-    places = paths_of(good)[1:]
-    for number, (place, value) in enumerate(itertools.product(places, wrong)):
-        content = json.loads(json.dumps(good))
-        inner = content
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = value
-        (tmp_path / f"{number}").mkdir()
-        (tmp_path / f"{number}" / "run.json").write_text(json.dumps(content))
-    rows, text = report_of(tmp_path, good=good, base=record("baseline"))
-    text = text.replace("\\", "")
-    skipped = re.findall(r"skipped (\d+)/run.json: no run record \(([\w.]+): (.*)\)", text)
-    assert "base" in rows and text.count("/run.json: no run record") > 300
-    number = places.index(("seconds", "train")) * len(wrong) + 1
-    assert (str(number), "seconds.train", "Input should be a valid number") in skipped
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"samples_per_second": 0.0},
-        {"steps": 0, "samples_per_second": None},
-        GPU | {"work": {"precision": "fp16"}},
-        {"script": "x.py", "work": {"sequence_length": None}},
-        {"ranks": [NO_PEAK]},
-        {"seconds": {"train": 1e-12, "total": 1e12}, "samples_per_second": 1e-12},
-    ],
-)
-def test_a_report_of_what_is_hardly_known(tmp_path, changes):
-    """No rate, steps, length or peak, a GPU, numbers beyond all measure: nothing breaks."""
-    runs = named("base baseline, one ddp, two ddp 2 60, dp dp 2 60, alone dp 1 99")
-    runs |= named("again baseline 1 120", activation_checkpointing=True)
-    for one in runs.values():
-        one["workload"] |= changes.get("work", {})
-        one |= {name: value for name, value in changes.items() if name != "work"}
-    _, text = report_of(tmp_path, draw=True, **runs)
-    assert "skipped" not in text and "None" not in text
+    good = record("ddp", 2, 50)
+    runs = {f"bad-{name}": good | {name: value} for name in good}
+    for name in good["workload"]:
+        runs[f"bad-work-{name}"] = good | {"workload": good["workload"] | {name: value}}
+    runs["bad-train"] = good | {"seconds": {"train": value, "total": 9}}
+    rows, text = report_of(tmp_path, good=good, base=record("baseline"), **runs)
+    lines = re.findall(r"skipped bad-\S+/run.json: no run record \((\w\S*): .*\)", text)
+    assert "base" in rows and len(lines) > 10
+    line = "bad-train/run.json: no run record (seconds.train: Input should be a valid number"
+    assert line in text or value != "x"
 
 
 # -------- hostile input
@@ -600,50 +461,20 @@ def test_times_are_read_as_people_write_them(tmp_path):
         shown = (tmp_path / "report.md").read_text()
         assert rows_in(shown, "ZeRO-2") == {("1 x 2", "2.5 s, 2.00×, 100 %"): {}}
     assert "t.csv, line 4: 'x' is no time such as 186.6 or 3m6.619s" in shown
+    # A point among decimal commas may mean thousands, unless other digits or minutes stand by it.
+    rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
+    (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
+    runs, [note] = times.read_times(tmp_path / "t.csv")
+    assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
+    assert "line 2: '1.234' is no time: other rows have decimal" in note
     names = {"Fully Sharded Data Parallel": "fsdp", "Distributed Data-Parallel": "ddp"}
     names |= {"DeepSpeed ZeRO stage 3 offload": "zero3_offload", "Horovod": "horovod"}
     assert {text: times.name_strategy(text) for text in names} == names
-
-
-def test_a_point_among_decimal_commas_may_mean_thousands(tmp_path):
-    """Only where it can: not with other digits behind it, not after minutes, and not in a file
-    without decimal commas.
-    """
-    rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
-    (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
-    runs, notes = times.read_times(tmp_path / "t.csv")
-    assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
-    assert len(notes) == 1 and "line 2: '1.234' is no time: other rows have decimal" in notes[0]
-    (tmp_path / "t.csv").write_text(HEAD + "baseline,1,1,1.234\nddp,1,2,731.5\n")
-    assert [run.seconds for run in times.read_times(tmp_path / "t.csv")[0]] == [1.234, 731.5]
-
-
-def test_names_are_shown_as_they_are(tmp_path):
-    """Characters of Markdown, HTML and TeX; one that is far too long is left out with a line."""
-    names = ["ddp | two", "<b>fsdp</b> & co", "ddp ($2/h, $3/h)", "ddp *fast* _x_", "`zero-9`"]
-    names += ["[x](http://y)", "分布式", "$\\foo{ddp$", "n" * 500, "x" * 200_000]
-    lines = [f'"{name}",1,2,{60 + number}' for number, name in enumerate(names)]
-    (tmp_path / "t.csv").write_text("\n".join([HEAD.strip(), "baseline,1,1,100", *lines]))
-    run_report("--times", tmp_path / "t.csv", "--output_dir", tmp_path, draw=True)
-    shown = html.unescape((tmp_path / "report.html").read_text())
-    text = (tmp_path / "report.md").read_text()
-    drawn = html.unescape((tmp_path / "time.svg").read_text())
-    for name in names[:-2]:
-        assert f">{name}<" in shown.replace("</b>&", "</b> &") and f">{name}<" in drawn, name
-    heads = [line for line in text.splitlines() if line.startswith("| nodes x devices")]
-    assert sum(len(re.split(r"(?<!\\)\|", line)) - 3 for line in heads) == len(names) - 2
-    assert "line 11: the strategy's name has 500 characters" in text
-    assert "line 12: field larger than field limit" in text and len(text) < 10_000
-
-
-def test_times_are_read_and_printed_as_time_does():
     for text, seconds in (("186.6", 186.6), (" 3m6.619s", 186.619), ("1h2m3.5s", 3723.5)):
         assert times.parse_seconds(text) == pytest.approx(seconds)
     for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s", "2,400", "9" * 400, "1e9"):
         with pytest.raises(ValueError, match="is no time"):
             times.parse_seconds(text)
-    printed = [page.as_time_prints(seconds) for seconds in (118.544, 59.9997)]
-    assert printed == ["1m58.544s", "1m0.000s"]
 
 
 @pytest.mark.parametrize(
@@ -652,15 +483,11 @@ def test_times_are_read_and_printed_as_time_does():
         ("--times t.csv", "strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
         ("--times t.csv", HEAD.replace("\n", ",seconds\n"), "the first line names seconds twice"),
         ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: nodes has to be a whole number from 1"),
-        ("--times t.csv", f"{HEAD}ddp,2,0,12\n", "line 2: gpus_per_node has to be a whole number"),
         ("--times t.csv", HEAD, "there are no times"),
-        ("--times t.csv", "", "no column strategy, nodes, gpus_per_node, seconds"),
         (".", "", "no run.json below"),
         ("x", "", "there is no x"),
-        ("", "", "a folder of runs"),
         ("t.csv", "x", "neither a folder nor a compressed one"),
         (". --predict 8", "", "unrecognized arguments: --predict 8"),
-        (". --output x", "", "unrecognized arguments: --output x"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
@@ -672,86 +499,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
     assert line.startswith("error: ") and message in line and len(line) < 520
 
 
-# -------- pictures and pages
-
-
-def pictures_of(folder, **runs):
-    """{picture: its axes}, and what `report_of` returns."""
-    figures = []
-    with mock.patch.object(pictures.pyplot, "close", figures.append):
-        rows, text = report_of(folder, draw=True, **runs)
-    pictures.pyplot.close("all")
-    names = re.findall(r"\]\((.*?)\.svg\)", text)
-    return {name: figure.axes[0] for name, figure in zip(names, figures, strict=True)}, rows, text
-
-
-def test_pictures_have_the_values_the_bands_and_the_ideal(tmp_path):
-    """Of cells on one device and on two; a line has the interval of its speedup, or its repeats."""
-    runs = named("b1 baseline 1 99, b2 baseline 1 101, d1 ddp 2 59, d2 ddp 2 61, one ddp 1 120")
-    axes, rows, text = pictures_of(tmp_path, **runs)
-    for name, column in (("time", "seconds"), ("speedup", "speedup")):
-        [ddp] = [line for line in axes[name].lines if line.get_label() == "DDP"]
-        values = {int(row["devices"]): float(row[column]) for row in rows.values()}
-        assert dict(zip(*ddp.get_data(), strict=True))[2] == values[2]
-        assert axes[name].get_xlabel() == "devices (hollow: several nodes)"
-        assert re.search("^lstm-64\n.*better", axes[name].get_title())
-    low, high = (float(rows["d1"][name]) for name in ("speedup_from", "speedup_to"))
-    [band] = [path for path in axes["speedup"].collections if len(path.get_paths()[0]) > 6]
-    ends = band.get_paths()[0].vertices[:, 1]
-    assert {low, high} <= {*ends} and 1.4 < low < 100 / 60 < high < 2
-    [ideal] = [line for line in axes["speedup"].lines if line.get_label() == "ideal"]
-    assert list(ideal.get_xdata()) == list(ideal.get_ydata()) == [1, 2]
-    assert "\n\n![time](time.svg) ![speedup](speedup.svg)\n\n# Details" in text
-
-
-def test_lines_tell_every_rung_apart_without_colour(tmp_path):
-    """By marker and dash."""
-    rungs = {path.stem for path in ROOT.glob("accelerate_configs/*.yaml")} | {"hsdp"}
-    assert set(facts.STRATEGIES) == rungs
-    markers, dashes = zip(*pictures.LOOKS.values(), strict=True)
-    assert len(set(markers)) == len(set(map(str, dashes))) == len(rungs)
-    keep = {"strategy_options": {"reshard_after_forward": "false"}}
-    kinds = {"plain": {}, "again": {"activation_checkpointing": True}, "keep": keep}
-    records = named("nodes fsdp 4 60", nodes=4)
-    for name, changes in kinds.items():
-        text = f"{name}1 fsdp 1 200, {name}2 fsdp 2 100, {name}4 fsdp 4 50"
-        records |= named(text, **changes)
-    axes, _, _ = pictures_of(tmp_path, base=record("baseline"), **records)
-    lines = {
-        line.get_label(): (line.get_marker(), line.get_markersize(), list(line.get_xdata()))
-        for line in axes["speedup"].lines
-    }
-    every = [1, 2, 4]
-    drawn = [("o", 5, [1]), ("^", 5, every), ("^", 5, [4]), ("^", 9, every), ("<", 5, every)]
-    assert lines.pop("ideal")[2] == every and [*lines.values()] == drawn  # the third: four nodes
-    assert {"baseline", "FSDP keep", "FSDP", "FSDP, activation checkpointing"} < set(lines)
-
-
-def test_pictures_of_many_cells_stay_legible(tmp_path):
-    """Of 120 cells, twice each: at most twelve lines, the legend outside the axes, and how many are
-    left out; as SVG.
-    """
-    kinds = [("baseline", 1), *itertools.product(facts.STRATEGIES, (1, 2, 4, 8))]
-    wide = {"reshard_after_forward": "true", "state_dict_type": "FULL_STATE_DICT"}
-    records = {}
-    for (name, devices), batch, more in itertools.product(kinds, (8, 16, 32), (0, 1)):
-        if name != "baseline" or devices == 1:
-            options = wide if batch == 8 and name == "fsdp" else {}
-            records[f"{name}-{devices}-{batch}-{more}"] = record(
-                name, devices, 900 / devices + more, batch=batch, strategy_options=options
-            )
-    with mock.patch.object(comparing, "find_tests", lambda workload: []):  # 7,000 pairs
-        axes, rows, _ = pictures_of(tmp_path, **records)
-    assert set(axes) == {"time", "speedup", "speedup-strong"} and len(rows) > 100
-    for name, drawn in axes.items():
-        figure = drawn.figure
-        [legend] = figure.legends
-        title = legend.get_title().get_text()
-        assert len(legend.get_texts()) <= 13 and "more lines in the table" in title
-        figure.canvas.draw()
-        box = legend.get_window_extent()
-        assert not box.overlaps(drawn.get_window_extent()) and box.width <= figure.bbox.width
-        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+# -------- pages
 
 
 def test_the_example_report_is_what_its_records_give(tmp_path):
@@ -767,57 +515,7 @@ def test_the_example_report_is_what_its_records_give(tmp_path):
                 assert one == other or float(one) == pytest.approx(float(other))
     made = {path.name for path in tmp_path.glob("*.svg")}
     assert made == {path.name for path in EXAMPLE.glob("*.svg")} == {"time.svg", "speedup.svg"}
-    lines = sum(len(path.read_text().splitlines()) for path in EXAMPLE.glob("*[!z]"))
-    assert lines < 1500
-
-
-LOOK = """<script>addEventListener("load", () => { top.document.title = JSON.stringify([
-[...document.images].map(image => image.naturalWidth > 99 && image.getBoundingClientRect().right),
-document.documentElement.scrollWidth, innerWidth, document.querySelectorAll("table").length,
-]); });</script></body>"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_the_html(tmp_path, example_records, width):
-    """report.html on a phone and on a screen: all pictures are drawn, and nothing is wider than the
-    window, here a frame, as Chromium makes no window as narrow as a phone.
-    """
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if not browser:
-        pytest.skip("no Chromium is installed (Debian's package chromium)")
-    run_report(example_records, "--output_dir", tmp_path / "made", draw=True)
-    text = (tmp_path / "made" / "report.html").read_text().replace("</body>", LOOK)
-    page, count = tmp_path / "page.html", text.count("<img ")
-    frame = f'<iframe width="{width}" height="800" srcdoc="{html.escape(text)}"></iframe>'
-    page.write_text(f"<style>iframe {{ border: 0 }}</style>{frame}")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run([browser, *words], capture_output=True, text=True)
-    [seen] = re.findall(r"<title>(\[.*?\])</title>", done.stdout)
-    pictures_end, content, window, tables_shown = json.loads(seen)
-    assert len(pictures_end) == count == 2 and all(0 < end <= window for end in pictures_end), seen
-    assert content <= window == width and tables_shown > 3, seen
-
-
-def test_mfu_by_hand():
-    """The peak of a GPU is never that of a longer or shorter name."""
-    run = {"precision": "bf16", "tokens_per_second": 1e5, "devices": 2}
-    run |= {"layers": 10, "hidden_size": 1000, "intermediate_size": 3000}
-    for name, changes, peak in (
-        ("NVIDIA A100-SXM4-80GB", {}, 312e12),
-        ("NVIDIA H100 NVL", {}, 835e12),
-        ("NVIDIA A100-SXM4-80GB", {"precision": "no"}, 156e12),
-        ("NVIDIA H200", {}, 989e12),
-        *((name, {}, None) for name in ("NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "CPU")),
-        ("NVIDIA H200", {"layers": None}, None),
-        ("NVIDIA H200", {"precision": "fp8"}, None),
-    ):
-        expected = peak and pytest.approx(6 * 1e8 * 1e5 / (2 * peak))
-        assert facts.flops_utilization(run | {"device_name": name} | changes) == expected
-
-
-def test_planning_does_without_reports():
-    """A formula may serve a report, and never the other way round."""
-    for path in (ROOT / "planning").glob("*.py"):
-        assert not re.search(r"^\s*(from|import) reporting", path.read_text(), re.M), path.name
+    shown = (tmp_path / "report.html").read_text()  # one file, and no wider than a phone
+    assert 'name="viewport"' in shown and "img { max-width: 100%" in shown
+    assert shown.count('src="data:') == shown.count("<img ") == 2
+    assert shown.count("<table") == len(re.findall(r'class="table">\s*<table', shown)) > 3

@@ -1,15 +1,13 @@
 """docs/reference/troubleshooting.md: each script shows its symptom, and with --fix the cure."""
 
-import json
 import re
 from collections import namedtuple
 
 import pytest
-from conftest import ROOT, run, run_forked
+from conftest import ROOT, run_forked
 
 pytestmark = pytest.mark.slow
 FOLDER = "docs/reference/troubleshooting"
-PAGE = (ROOT / f"{FOLDER}.md").read_text()
 Shown = namedtuple("Shown", "yaml wrong fixed")
 SHOWN = {  # a script: its YAML, what it prints, and what it prints with --fix
     "alone.py": Shown("ddp", "process 0 of 1; the launcher started 2", "process 1 of 2; the"),
@@ -38,28 +36,12 @@ SHOWN = {  # a script: its YAML, what it prints, and what it prints with --fix
 ON_NODES = Shown("ddp", "DistStoreError: wait timeout after 10000ms", "process 1 of 2")
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    """Command -> what all ranks print, with the error that ends it. See together.py."""
-    groups, texts = {}, {}
-    for name, shown in SHOWN.items():
-        for command in (f"{FOLDER}/{name}", f"{FOLDER}/{name} --fix"):
-            # A hang has its own timeout, and may leave ranks at odds; so may DDP's error.
-            alone = command if re.search("hang|unused|kept", command) else ""
-            groups.setdefault((shown.yaml, alone), []).append(command)
-    for (yaml, alone), commands in groups.items():
-        folder = tmp_path_factory.mktemp("printed")
-        config = f"{FOLDER if yaml == 'zero3' else 'accelerate_configs'}/{yaml}.yaml"
-        words = alone.split() or ["tests/together.py", str(folder), *commands]
-        result = run_forked(["--config_file", config], words, folder, {"TMPDIR": str(folder)}, 120)
-        texts[alone] = result.out + result.err
-        if alone:
-            continue
-        assert result.code == 0, result.err
-        ranks = [json.loads(file.read_text()) for file in folder.glob("rank_*.json")]
-        for command in commands:
-            texts[command] = " ".join("".join(rank[command] for rank in ranks).split())
-    return texts
+def printed(name, *flags):
+    """What all ranks print, with the error that ends them."""
+    yaml = SHOWN[name].yaml
+    config = f"{FOLDER if yaml == 'zero3' else 'accelerate_configs'}/{yaml}.yaml"
+    result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags], ROOT, {}, 240)
+    return " ".join((result.out + result.err).split())
 
 
 def assert_symptom_and_fix(shown, before, after):
@@ -67,31 +49,12 @@ def assert_symptom_and_fix(shown, before, after):
     assert shown.fixed in after and shown.fixed not in before
 
 
-def test_each_script_has_an_entry_with_its_yaml():
-    files = {path.name for path in (ROOT / FOLDER).glob("*.*")} - {"without_gpu.py", "zero3.yaml"}
-    named = {}
-    for line in re.findall(r"^\*\*Scripts?(.*(?:\n.+)*)", PAGE, re.M):
-        yaml = re.search(r"(\w+)\.yaml", line)
-        for name in re.findall(r"\[`(\w+\.\w+)`\]\(troubleshooting/\1\)", line):
-            named[name] = yaml[1] if yaml else "ddp"
-    shown = {name: shown.yaml for name, shown in SHOWN.items()}
-    assert set(named) == files and named == shown | {"every_node_rank_0.sh": "ddp"}
-
-
 @pytest.mark.parametrize("name", SHOWN)
-def test_symptom_and_fix(name, printed):
-    command, shown = f"{FOLDER}/{name}", SHOWN[name]
-    before, after = printed[command], printed[f"{command} --fix"]
-    assert_symptom_and_fix(shown, before, after)
-    assert name != "alone.py" or before.count(shown.wrong) == 2, "each process prints it"
-
-
-def test_the_command_of_the_page():
-    """Word for word."""
-    [command] = re.findall(r"^accelerate launch .*", PAGE.replace("\\\n", ""), re.M)
-    before, after = (run(["bash", "-c", f"{command} {flag}"]) for flag in ("", "--fix"))
-    assert before.code == after.code == 0
-    assert_symptom_and_fix(SHOWN["lr_times_n.py"], before.out, after.out)
+def test_symptom_and_fix(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before, after = printed(name), printed(name, "--fix")
+    assert_symptom_and_fix(SHOWN[name], before, after)
+    assert name != "alone.py" or before.count(SHOWN[name].wrong) == 2, "each process prints it"
 
 
 def test_every_node_thinks_it_is_rank_0(cluster, tmp_path):

@@ -1,0 +1,237 @@
+"""The commands of the pages run, in order, and print what is pasted there, but for numbers.
+
+Each page is typed into one shell, in a folder of its own: all its `sh` blocks. A `text` block right
+behind one is what it prints. A command may fail only where the page says so. Models and numbers of
+steps are smaller here.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+
+import draw_traces
+import pytest
+import warm
+from conftest import ROOT, environment, launch, run
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+SMALLER = {  # sizes of the text, and those of the test
+    "--layers 6 --hidden_size 768": "--layers 6 --hidden_size 192",
+    "--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128",
+    "--max_train_steps 8": "--max_train_steps 3",
+    "--max_train_steps 30": "--max_train_steps 12",
+    "for batch in 1 2 4 8 16": "for batch in 8",
+    "--num_epochs 12": "--num_epochs 1",
+    '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
+    "going.py --part 2": "going.py --part 2 --seconds 20",
+}
+# Until the first rank of exercise 10 hangs, and then some time for the second one.
+SMALLER["sleep 20"] = (
+    "for i in $(seq 60); do py-spy dump --pid $(pgrep -P $! | head -n 1) 2>&1 | "
+    "grep -qE 'evaluate|ermission' && break; sleep 2; done; sleep 10"
+)
+# .ci/run types them, or a test below; and of the ladder, the first rung and the last one will do.
+LEFT_OUT = r"(make setup|source |.*sbatch sbatch/|accelerate .* runs/ladder/[234]-).*"
+# What a student makes of a file of exercises 9 and 10, and the solution.
+SOLUTIONS = {"my_ddp": "by_hand", "my_accelerate": "accelerated"} | {
+    f"my_{name}": name for name in ("flat", "overlap", "sharded")
+}
+SOLUTIONS |= {"mended": "mended", "going": "going"}
+# Their numbers are the same everywhere, and their sizes those of the text.
+EXACT = ["docs/lab/13-report.md", "docs/lab/14-scale.md"]
+# Sets of commands that other pages have too: the Spanish lab's, the template's, exercise 14's.
+AGAIN = ["docs/es/lab.md", "docs/lab/report-template.md", "docs/scale.md"]
+TYPED = [name for name, text in PAGES.items() if "```sh" in text and name not in AGAIN]
+FORKS = """#!/bin/bash
+[ "${{0##*/}}" = accelerate ] && shift
+printf '%s\\n' "$PWD" "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log" || exit 1
+exit "$code"
+"""
+
+
+def blocks_of(text):
+    r"""The (commands, pasted output or "", the text up to the next commands) of a page; without \
+    at line ends.
+    """
+    _, *parts = re.split(r"^```(\w*)\n(.*?)^```\n", text, flags=re.M | re.S)
+    blocks = [*zip(parts[::3], parts[1::3], parts[2::3], strict=True), ("", "", "")]
+    for number, (kind, body, words) in enumerate(blocks):
+        if kind == "sh":
+            kind, pasted, more = blocks[number + 1]
+            pasted, more = (pasted, more) if kind == "text" else ("", "")
+            yield re.sub(r"\\\n *", "", body), pasted, words + more
+
+
+def kind(text):
+    """Lines without what differs between runs: CPU's name, numbers, dates, widths, drawn times."""
+    text = re.sub(r"CPU \(.*\)(?=: [\d,]+ parameters|, torch \d)", "CPU", text)
+    text = re.sub(r"^[.#]{4,}$|[-+]?\d[\d,.:]*(e[-+]\d+)?|:?-{2,}:?", "N", text, flags=re.M)
+    return [re.sub(r"[\s|]+", " ", line).strip() for line in text.splitlines()]
+
+
+def check_pasted(pasted, printed, exact=False):
+    split = (lambda text: [line.strip() for line in text.splitlines()]) if exact else kind
+    lines = split(printed)
+    for line in split(pasted):
+        found = line in ("", "...") or line in lines or len(line) > 60 and line in "\n".join(lines)
+        assert found, f"the page shows {line!r}, but this was printed:\n{printed}"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """A folder for PATH. Its `accelerate launch`, and `accelerate-launch`, which make and sweep.sh
+    type, ask this process for ranks, which are forked (see warm.py).
+    """
+    folder = tmp_path_factory.mktemp("tools")
+    for name in ("asked", "answered"):
+        os.mkfifo(folder / name)
+    own = {"python": f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'}
+    for name, text in (own | dict.fromkeys(("accelerate", "accelerate-launch"), FORKS)).items():
+        (folder / name).write_text(text.format(folder) if text is FORKS else text)
+        (folder / name).chmod(0o755)
+
+    def answer():
+        while True:
+            place, *words = (folder / "asked").read_text().splitlines()
+            script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            log = folder / "log"
+            log.write_text("")
+            launcher = [*words[:script], "--main_process_port", "0"]
+            config = launcher.index("--config_file") + 1
+            launcher[config] = os.path.join(place, launcher[config])
+            code = warm.run_ranks(launcher, words[script:], environment({}), place, log, log, 200)
+            (folder / "answered").write_text(f"{code}\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, example_records):
+    """A folder with the project's files, and records as a sweep leaves them."""
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "runs", "docs"):
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")  # A student changes files there.
+    for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1"):
+        shutil.copytree(example_records / name, tmp_path / "runs/report/bert" / name)
+    return tmp_path
+
+
+def script_of(name, tools):
+    """The shell's script of a page. What is about launchers is launched really: several of them at
+    once, and limits of memory. A sweep lists its jobs.
+    """
+    text = PAGES[name]
+    lines = ["trap 'echo \"failed: $BASH_COMMAND\"' ERR", "NORMAL=$PATH"]
+    for commands, pasted, _ in blocks_of(text):
+        if "ok  " in pasted and "WRONG" not in pasted:
+            for file, solution in SOLUTIONS.items():
+                copy = f"cp docs/lab/solutions/{solution}.py runs/lab/{file}.py"
+                lines.append(f"[ ! -e runs/lab/{file}.py ] || {copy}")
+        really = re.search("&$|^ulimit", commands, re.M) or "\nulimit" in text
+        lines.append("PATH=$NORMAL" if really else f"PATH={shlex.quote(str(tools))}:$NORMAL")
+        for long, short in SMALLER.items() if name not in EXACT else ():
+            commands = commands.replace(long, short)
+        commands = commands.replace("make sweep", "make --dry-run sweep")
+        commands = re.sub(r"sweep\.sh (?!--dry_run|--local)", "sweep.sh --dry_run ", commands)
+        lines += [line for line in commands.splitlines() if not re.match(LEFT_OUT, line)]
+        lines.append("echo '== next block'")
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", TYPED)
+def test_commands_run_and_print_what_the_page_shows(name, tools, place):
+    text, streams = PAGES[name], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    # By way of stdin, so that the pkill of exercise 8 does not find this shell.
+    script = script_of(name, tools)
+    done = subprocess.run(["bash"], input=script, cwd=place, text=True, timeout=1100, **streams)
+    outputs = done.stdout.split("== next block\n")
+    for (commands, pasted, words), printed in zip(blocks_of(text), outputs, strict=False):
+        if "py-spy" in commands and "ermission" in printed:
+            continue  # as the page says, root alone may use it on some systems
+        fails = "error:" in pasted + words or "WRONG" in pasted
+        assert ("\nfailed: " in f"\n{printed}") == fails, f"{commands}\n{printed}"
+        assert "error:" not in words or re.search("^error: ", printed, re.M), printed
+        check_pasted(pasted, printed, name in EXACT)
+    assert len(outputs) == 1 + len([*blocks_of(text)]), done.stdout
+    if "--profile" in text:
+        check_traces(place / "runs" / "lab" / "traces")
+
+
+def check_traces(folder):
+    """--profile records five steps, in which ranks compute and talk."""
+    for strategy, rank in (("ddp", 0), ("fsdp", 1)):
+        trace = folder / strategy / "traces" / f"profile_{rank}.json"
+        events = draw_traces.read_events(trace)
+        assert len({event["name"] for event in events if "ProfilerStep" in event["name"]}) == 5
+        shares = draw_traces.shares_of(events)
+        assert sum(shares.values()) == pytest.approx(1) and shares["communication"] > 0
+
+
+# -------- commands that stand alone, in plain blocks
+
+
+def plain_blocks(*names):
+    text = re.sub(r"\\\n *", "", "".join(PAGES[name] for name in names))
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+    return [body for kind, body in blocks if not kind]
+
+
+def lines_that_start_with(words):
+    return sorted(set(re.findall(f"^{words}[^#\n]*", "".join(plain_blocks(*PAGES)), re.M)))
+
+
+def small(command, folder):
+    """Flags that come last: small data, a few steps."""
+    data = (
+        "--dataset digits"
+        if "train_mnist_rnn.py" in command
+        else "--model_name_or_path tests/data/tiny_bert --from_scratch --version_2_with_negative"
+        " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json"
+    )
+    return [*data.split(), "--max_train_steps", "3", "--output_dir", str(folder)]
+
+
+@pytest.mark.slow
+def test_sbatch_commands_work(cluster, tmp_path):
+    """Word for word and all at once, but in small."""
+    jobs, commands = {}, lines_that_start_with("sbatch ")
+    for i, command in enumerate(line for line in commands if "check.sh" not in line):
+        folder = tmp_path / str(i)
+        words = [f"--output={folder}.log", *shlex.split(command)[1:], *small(command, folder)]
+        jobs[folder] = cluster.submit(*words, cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
+    for folder, job in jobs.items():
+        assert cluster.wait(job, 600) == "COMPLETED", folder.with_suffix(".log").read_text()
+    assert len(jobs) > 3
+
+
+def test_launch_commands_work(tmp_path):
+    """Word for word, but in small; test_launch.py has real launches."""
+    commands = lines_that_start_with(r"accelerate launch .* train_\w+\.py")
+    for number, command in enumerate(commands):
+        strategy, script, flags = re.search(r"(\w+)\.yaml (\S+) ?(.*)", command).groups()
+        folder = tmp_path / str(number)
+        result = launch(strategy, script, folder, *flags.split(), *small(command, folder))
+        assert (result.record["status"], result.record["strategy"]) == ("completed", strategy)
+    assert len(commands) > 3
+
+
+@pytest.mark.slow
+def test_readme_pastes_what_its_commands_print(tools, place):
+    """`make train`, with ranks that are forked; and fit.py, to the digit."""
+    trained = run(["make", "-C", place, "-o", "setup", "train", f"BIN={tools}"])
+    fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"])
+    for result, first in ((trained, "...\ncompleted at step"), (fits, "| MB ")):
+        assert result.code == 0, result.err
+        [pasted] = [block for block in plain_blocks("README.md") if block.startswith(first)]
+        check_pasted(pasted, result.out, exact=result is fits)
