@@ -72,7 +72,7 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
     words = f"900MB --config_overrides {sizes} --max_seq_length 96 --dropout 0"
     _, out = fit_says(*words.split(), "--per_device_train_batch_size", "16")
     rows, printed = rows_of(pasted), rows_of(out)
-    assert len(rows) > 6 and all(row in printed for row in rows)
+    assert len(rows) > 3 and all(row in printed for row in rows)
     assert re.search(r"\d[\d,]* parameters, .* tokens,", pasted)[0] in out
 
 
