@@ -81,12 +81,9 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
     [
         ("", None, "required: memory"),
         ("'40 apples'", None, "'40 apples' is no memory such as"),
-        ("0GB", None, "'0GB' is no memory"),
         ("4GB --per_device_train_batch_size 0", None, "--per_device_train_batch_size has to be 1"),
         ("4GB --max_seq_length 1024", None, "the model's longest input 512"),
-        ("4GB --config_overrides heads=3", None, "'heads=3' is none of"),
         ("4GB --model gpt-5", None, "cannot read the model gpt-5"),
-        ("4GB --model FILE", "{", "is not the config of a BERT"),
         ("4GB --model FILE", '{"model_type": "gpt2"}', "of type 'gpt2', not 'bert'"),
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),

@@ -46,7 +46,7 @@ SOLUTIONS = {"my_ddp": "by_hand", "my_accelerate": "accelerated"} | {
 SOLUTIONS |= {"mended": "mended", "going": "going"}
 # Their numbers are the same everywhere, and their sizes those of the text.
 EXACT = ["docs/lab/13-report.md", "docs/lab/14-scale.md"]
-# Sets of commands that other pages have too: the Spanish lab's, the template's, exercise 14's.
+# Other pages have their commands.
 AGAIN = ["docs/es/lab.md", "docs/lab/report-template.md", "docs/scale.md"]
 TYPED = [name for name, text in PAGES.items() if "```sh" in text and name not in AGAIN]
 FORKS = """#!/bin/bash
@@ -86,14 +86,19 @@ def check_pasted(pasted, printed, exact=False):
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """A folder for PATH. Its `accelerate launch`, and `accelerate-launch`, which make and sweep.sh
-    type, ask this process for ranks, which are forked (see warm.py).
+    """A folder for PATH and PYTHONPATH. Its launchers, also those that Python starts with -m, ask
+    this process for ranks, which are forked (see warm.py).
     """
     folder = tmp_path_factory.mktemp("tools")
     for name in ("asked", "answered"):
         os.mkfifo(folder / name)
     own = {"python": f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'}
-    for name, text in (own | dict.fromkeys(("accelerate", "accelerate-launch"), FORKS)).items():
+    (folder / "sitecustomize.py").write_text(f"""import os, sys
+if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[1:3]}}:
+    os.execv("{folder}/torchrun", ["torchrun", *sys.orig_argv[3:]])
+""")
+    launchers = "accelerate", "accelerate-launch", "torchrun"
+    for name, text in (own | dict.fromkeys(launchers, FORKS)).items():
         (folder / name).write_text(text.format(folder) if text is FORKS else text)
         (folder / name).chmod(0o755)
 
@@ -104,6 +109,10 @@ def tools(tmp_path_factory):
             log = folder / "log"
             log.write_text("")
             launcher = [*words[:script], "--main_process_port", "0"]
+            if "--nproc_per_node" in launcher:  # torchrun's
+                number = launcher[launcher.index("--nproc_per_node") + 1]
+                yaml = str(ROOT / "accelerate_configs" / "ddp.yaml")
+                launcher = ["--config_file", yaml, "--num_processes", number, *launcher[-2:]]
             config = launcher.index("--config_file") + 1
             launcher[config] = os.path.join(place, launcher[config])
             code = warm.run_ranks(launcher, words[script:], environment({}), place, log, log, 200)
@@ -137,7 +146,8 @@ def script_of(name, tools):
                 copy = f"cp docs/lab/solutions/{solution}.py runs/lab/{file}.py"
                 lines.append(f"[ ! -e runs/lab/{file}.py ] || {copy}")
         really = re.search("&$|^ulimit", commands, re.M) or "\nulimit" in text
-        lines.append("PATH=$NORMAL" if really else f"PATH={shlex.quote(str(tools))}:$NORMAL")
+        place = "" if really else shlex.quote(str(tools))
+        lines.append(f"PATH={place or '$NORMAL'}:$NORMAL; export PYTHONPATH={place}")
         for long, short in SMALLER.items() if name not in EXACT else ():
             commands = commands.replace(long, short)
         commands = commands.replace("make sweep", "make --dry-run sweep")
@@ -164,7 +174,7 @@ def test_commands_run_and_print_what_the_page_shows(name, tools, place):
         assert "error:" not in words or re.search("^error: ", printed, re.M), printed
         check_pasted(pasted, printed, name in EXACT)
     assert len(outputs) == 1 + len([*blocks_of(text)]), done.stdout
-    if "--profile" in text:
+    if name.endswith("profile.md"):
         check_traces(place / "runs" / "lab" / "traces")
 
 
