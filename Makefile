@@ -27,14 +27,14 @@ PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_coun
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: .venv/installed  ## make .venv and install requirements.txt into it; TORCH=cpu: without CUDA
+setup: .venv/installed  ## make .venv, install what the scripts, report and lab need; TORCH=cpu: without CUDA
 	@read made <$<; [ "$$made" = "$(strip $(CONSTRAINTS) $(TORCH))" ] || \
 		echo "note: .venv stays as it is ($$made); to replace it, type 'make clean' first" >&2
 
 dev: .venv/installed-dev
 
 # .venv may be a link to another disk. What another Python left in it goes. The stamp comes last.
-.venv/installed: requirements.txt $(CONSTRAINTS)
+.venv/installed: requirements.txt requirements-report.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
 		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
 	@echo "Installing into .venv, once. This takes 10 to 20 minutes, near a mirror 3 or 4:"
@@ -42,7 +42,7 @@ dev: .venv/installed-dev
 		echo --clear) "$$(readlink -f .venv)"
 	$(PIP) -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
 		--index-url https://download.pytorch.org/whl/$(BUILD))
-	$(PIP) -c $(CONSTRAINTS) -r requirements.txt
+	$(PIP) -c $(CONSTRAINTS) -r requirements.txt -r requirements-report.txt
 	$(BIN)/python -c "import torch, torchvision, accelerate"
 	echo $(CONSTRAINTS) $(BUILD) > $@
 
