@@ -13,7 +13,7 @@ from picture import BLUE, ORANGE, SKY, YELLOW, Picture
 RANKS, CELL, ROW = range(4), 66, 32
 COLOURS = [BLUE, ORANGE, SKY, YELLOW]  # of the ranks
 LEFT, RIGHT = 70, 526  # where "before" and "after" begin
-SUM, WAITS = "#DDDDDD", "url(#hatch)"
+SUM = "#DDDDDD"
 
 NUMBERS = [[(part + 1) * 10**rank for part in RANKS] for rank in RANKS]
 SUMS = [sum(column) for column in zip(*NUMBERS, strict=True)]
@@ -40,7 +40,6 @@ COLLECTIVES = {
     "reduce-scatter": (ALL, [only([rank], TOTAL) for rank in RANKS]),
     "all-gather": (SHARDS, [WHOLE] * 4),
 }
-ARRIVALS = [250, 430, 150, 340]  # of the ranks at the barrier, in pixels
 
 
 def vectors(picture, x, title, rows):
@@ -61,22 +60,6 @@ def before_and_after(picture, name, before, after):
     start, end, y = LEFT + 4 * CELL + 14, RIGHT - 56, 26 + 2 * ROW - 4
     picture.text((start + end) / 2, y - 10, name, "middle", weight="bold")
     picture.arrow((start, y), (end, y))
-
-
-def barrier(picture):
-    """Time runs to the right: each rank waits until the last one has arrived."""
-    last = LEFT + max(ARRIVALS)
-    picture.text(LEFT, 16, "time to the right", weight="bold")
-    picture.text(last, 16, "the last rank arrives", "middle", weight="bold")
-    for rank, arrival in enumerate(ARRIVALS):
-        y = 26 + rank * ROW
-        picture.text(LEFT - 8, y + 16, f"rank {rank}", "end")
-        look = ["black", "white" if rank == 0 else "black"]  # of the edge and of the text
-        picture.box(LEFT, y, arrival, ROW - 8, COLOURS[rank], "computes", *look)
-        if LEFT + arrival < last:
-            picture.box(LEFT + arrival, y, last - LEFT - arrival, ROW - 8, WAITS)
-            picture.box(LEFT + arrival + 6, y + 4, 42, ROW - 16, "white", "waits", "white")
-        picture.box(last, y, 250, ROW - 8, COLOURS[rank], "continues", *look)
 
 
 # ------------------------------------------------------------------ how a ring does an all-reduce
@@ -137,11 +120,9 @@ def draw_ring(picture):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "collectives"
-    for name in (*COLLECTIVES, "barrier", "ring"):
+    for name in (*COLLECTIVES, "ring"):
         picture, height = Picture(), 26 + 4 * ROW
-        if name == "barrier":
-            barrier(picture)
-        elif name == "ring":
+        if name == "ring":
             draw_ring(picture)
             height = 320
         else:
