@@ -38,16 +38,16 @@ SMALLER["sleep 20"] = (
     "grep -qE 'evaluate|ermission' && break; sleep 2; done; sleep 10"
 )
 # .ci/run types them, or a test below; and of the ladder, the first rung and the last one will do.
-LEFT_OUT = r"(make setup|source |.*sbatch sbatch/|accelerate .* runs/ladder/[234]-).*"
+LEFT_OUT = r"(make setup|source |.*sbatch sbatch/| ?accelerate .* runs/ladder/[234]-).*"
 # What a student makes of a file of exercises 9 and 10, and the solution.
 SOLUTIONS = {"my_ddp": "by_hand", "my_accelerate": "accelerated"} | {
     f"my_{name}": name for name in ("flat", "overlap", "sharded")
 }
 SOLUTIONS |= {"mended": "mended", "going": "going"}
 # Their numbers are the same everywhere, and their sizes those of the text.
-EXACT = ["docs/lab/13-report.md", "docs/lab/14-scale.md"]
+EXACT = ["docs/lab/13-report.md", "docs/scale.md"]
 # Other pages have their commands.
-AGAIN = ["docs/es/lab.md", "docs/lab/report-template.md", "docs/scale.md"]
+AGAIN = ["docs/es/lab.md", "docs/lab/report-template.md"]
 TYPED = [name for name, text in PAGES.items() if "```sh" in text and name not in AGAIN]
 FORKS = """#!/bin/bash
 [ "${{0##*/}}" = accelerate ] && shift
@@ -145,7 +145,7 @@ def script_of(name, tools):
             for file, solution in SOLUTIONS.items():
                 copy = f"cp docs/lab/solutions/{solution}.py runs/lab/{file}.py"
                 lines.append(f"[ ! -e runs/lab/{file}.py ] || {copy}")
-        really = re.search("&$|^ulimit", commands, re.M) or "\nulimit" in text
+        really = re.search("&$", commands, re.M) or "ulimit -S" in text
         place = "" if really else shlex.quote(str(tools))
         lines.append(f"PATH={place or '$NORMAL'}:$NORMAL; export PYTHONPATH={place}")
         for long, short in SMALLER.items() if name not in EXACT else ():
