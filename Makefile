@@ -80,10 +80,10 @@ test-cluster:
 	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \
 		cat $$log; rm $$log; exit $$code; }
 
-slurm:  ## install Debian's Slurm for the tests of sbatch/; as root
+slurm:  ## install Debian's Slurm and Chromium for the tests of sbatch/ and report.html; as root
 	apt-get update
 	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-		slurmctld slurmd slurm-client iproute2
+		slurmctld slurmd slurm-client iproute2 chromium
 
 test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half an hour
 	$(BIN)/python -m pytest -m slow tests/test_faults.py
