@@ -1,5 +1,5 @@
-"""A script with eyes, and accidents on order: tests launch it in place of the script. It hooks
-accelerate and torch, and not the script, which may change.
+"""Tests launch this in place of a script: it notes what the script does, and causes the accidents
+that a test asks for. It hooks accelerate and torch, and not the script, which may change.
 
 SPY_SCRIPT  the script's name without .py
 SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on

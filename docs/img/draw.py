@@ -451,7 +451,7 @@ def inside(picture):
                 picture.box(66 + lane * wide, y, wide - 6, 26, fills[lane], text)
         y += 34
     collectives = (
-        "all ranks meet in open, log, evaluate and finish, and in the backward of each step"
+        "all ranks sync in open, log, evaluate and finish, and in the backward of each step"
     )
     return explain(picture, y - 4, ["time goes down", "train and log repeat", collectives])
 
