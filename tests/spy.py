@@ -11,23 +11,17 @@ SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch number 30
 SPY_MEMORY  an evaluation holds so many MB besides
 SPY_SCORES  "0.5 0.9": what the LSTM's evaluations find, each of one batch
 SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
-SPY_LIMIT   so many MB for each rank from before the model is made; of a GPU, so many in all
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
 SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for so many seconds after each
-SPY_SYNC    whatever waits for the GPU is an error, but when losses are reduced, and after that
-            until the next step
 """
 
 import collections
-import ctypes
 import importlib
 import json
 import os
-import re
-import resource
 import signal
 import sys
 import time
@@ -93,7 +87,7 @@ def fetch(original, self, ids):
     return original(self, ids)
 
 
-@instead(Accelerator, "backward", "DIR", "SIGNAL", "NAN", "SYNC")
+@instead(Accelerator, "backward", "DIR", "SIGNAL", "NAN")
 def backward(original, self, loss, **options):
     obey("SIGNAL", COUNTS["trained"])
     if "DIR" in ORDERS:
@@ -103,15 +97,6 @@ def backward(original, self, loss, **options):
         loss.data.fill_(float("nan"))
     original(self, loss, **options)
     COUNTS["trained"] += 1
-    if "SYNC" in ORDERS and torch.cuda.is_available() and COUNTS["trained"] > 1:
-        torch.cuda.set_sync_debug_mode("error")
-
-
-@instead(Accelerator, "reduce", "SYNC")
-def reduce(original, self, *args, **options):
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default")
-    return original(self, *args, **options)
 
 
 @instead(accelerate.accelerator, "save_custom_state", "SAVE")
@@ -150,20 +135,6 @@ def step(original, self, *args):
 
 if "SHAPES" in ORDERS:
     importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
-
-
-@instead(script, "load_model", "LIMIT")
-def load_model(original, *args):
-    more = int(ORDERS["LIMIT"]) * 10**6
-    if torch.cuda.is_available():
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(more / whole)
-    else:
-        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: the system gets back what is freed
-        held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
-        most = int(held) * 1024 + more
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    return original(*args)
 
 
 class Calls(TorchDispatchMode):
