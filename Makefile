@@ -63,22 +63,13 @@ train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 30
 
-# Two files of tests at a time: one computes while the other waits.
-TWO = -n 2 --dist loadfile
-
+# Two files of tests at a time: one computes while the other waits. Of all tests three, as those of
+# Slurm mostly wait.
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
-	+$(MAKE) -j 2 test-rest test-cluster
-
-# Those with a cluster mostly wait. They and others run beside the rest, and print at the end.
-test-rest:
-	$(BIN)/python -m pytest $(TWO) -m "not cluster and not matrix"
-
-test-cluster:
-	log=$$(mktemp) && { $(BIN)/python -m pytest -m "cluster and not matrix" >$$log 2>&1; code=$$?; \
-		cat $$log; rm $$log; exit $$code; }
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not matrix"
 
 slurm:  ## install Debian's Slurm and Chromium for the tests of sbatch/ and report.html; as root
 	apt-get update
@@ -115,5 +106,5 @@ bench-gpu: dev  ## measure BERT-base on one GPU in bf16, beside transformers' Tr
 clean:  ## remove .venv
 	rm -rf .venv
 
-.PHONY: help setup dev train train-bert sweep test test-all test-rest test-cluster slurm \
+.PHONY: help setup dev train train-bert sweep test test-all slurm \
 	test-faults test-gpu lint bench bench-gpu clean

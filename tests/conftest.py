@@ -23,7 +23,6 @@ REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-BESIDE = ["test_pages", "test_exercises", "test_notebook", "test_elsewhere"]
 RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 
@@ -166,12 +165,19 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Mark what runs beside the rest: tests with a cluster, which often wait, the lab, and more."""
+    """Say which tests one of several workers takes together: those with a Slurm cluster, of which
+    there is one, and those of a file, which share runs. The cluster's come first, as they are long
+    and mostly wait. Each page is typed by itself.
+    """
     for item in items:
-        if "cluster" in item.fixturenames or item.path.stem in BESIDE:
-            item.add_marker("cluster")
+        if "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+            item.add_marker(pytest.mark.timeout(1200))
+        elif item.path.stem != "test_pages":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: "cluster" not in item.fixturenames)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -138,9 +138,9 @@ class Cluster:
             self.boot(node)
         self.cut_link(False)
         self.on("ctl", "scancel", "--user=root")
-        self.wait_until(lambda: self.on("ctl", "sinfo", "-hNo", "%T").split() == ["idle"] * 2, 60)
+        self.wait_until(lambda: self.on("ctl", "sinfo", "-hNo", "%T").split() == ["idle"] * 2, 300)
 
-    def wait(self, job, timeout=120):
+    def wait(self, job, timeout=600):
         """Wait until a job is over; returns its state."""
         self.wait_until(lambda: self.state(job) in OVER, timeout)
         return self.state(job)

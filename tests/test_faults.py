@@ -44,7 +44,7 @@ class Job:
         return [(float(when), int(step), process) for when, step, process in notes]
 
     def becomes(self, state):
-        self.cluster.wait_until(lambda: self.cluster.state(self.id) == state, 90)
+        self.cluster.wait_until(lambda: self.cluster.state(self.id) == state, 300)
 
     def result(self):
         """Wait until the job is done, and return what it leaves."""
@@ -112,7 +112,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     limited = fault == "reach the time limit"
     job = Job(cluster, strategy, tmp_path / "run", limited)
     begun = 1 if limited else 200
-    cluster.wait_until(lambda: job.steps() and job.steps()[-1][1] >= begun, 60)
+    cluster.wait_until(lambda: job.steps() and job.steps()[-1][1] >= begun, 300)
     struck = time.time()
     FAULTS[fault](job)
     ended, calm, steps = job.result(), undisturbed(strategy), job.steps()
@@ -125,7 +125,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     repeated = sum(before[1] - after[1] + 1 for before, after in starts)
     recovery = max(after[0] - before[0] for before, after in starts)
     record_property(TABLE, (fault, strategy, f"{recovery:.0f}", repeated))
-    assert ended.record["resumed_from"] and struck < starts[0][1][0] and recovery < 100, ended.out
+    assert ended.record["resumed_from"] and struck < starts[0][1][0] and recovery < 300, ended.out
     assert 0 <= repeated <= EPOCH * (fault in HARD), "more than since the last epoch's checkpoint"
     if fault in ("warn of the time limit", "signal the tasks only"):  # all went in good order
         assert "srun's exit code 0\nnot completed, but saved" in ended.out, ended.out

@@ -189,12 +189,12 @@ def test_a_task_of_an_array_is_queued_again_alone(cluster, project, tmp_path):
     words = f"--array=0-1 --output={tmp_path}/%a.log sbatch/1node.sh saves.py"
     job = cluster.submit(*words.split(), cwd=project)
     tasks = [project / f"runs/saves-ddp-{job}_{task}" for task in (0, 1)]
-    cluster.wait_until(lambda: [len([*task.glob("rank_*")]) for task in tasks] == [2, 2], 90)
+    cluster.wait_until(lambda: [len([*task.glob("rank_*")]) for task in tasks] == [2, 2], 300)
     ports = {(task / "rank_0").read_text() for task in tasks}
     cluster.on("ctl", "scancel", "--batch", "-s", "USR1", f"{job}_1")
-    cluster.wait_until((tasks[1] / "run.json").exists, 90)
+    cluster.wait_until((tasks[1] / "run.json").exists, 300)
     (tasks[0] / "go").touch()
-    cluster.wait_until((tasks[0] / "run.json").exists, 90)
+    cluster.wait_until((tasks[0] / "run.json").exists, 300)
     logs = [(tmp_path / f"{task}.log").read_text() for task in (0, 1)]
     assert [len(re.findall("^job ", log, re.M)) for log in logs] == [1, 2], logs
     assert len(ports) == 2 and "queued again" in logs[1]
@@ -302,7 +302,7 @@ def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path)
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = start("sbatch/1node.sh", "accelerate_configs/baseline.yaml", *words, cwd=project)
         log = tmp_path / f"{job.job}.log"
-        cluster.wait_until(lambda: log.exists() and "warning: " in log.read_text(), 60)
+        cluster.wait_until(lambda: log.exists() and "warning: " in log.read_text(), 300)
     assert "baseline.yaml uses one of 2 GPUs" in job()
 
 
