@@ -165,18 +165,19 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """Say which tests one of several workers takes together: those with a Slurm cluster, of which
-    there is one, and those of a file, which share runs. The cluster's come first, as they are long
-    and mostly wait. Each page is typed by itself.
+    there is one, and those of a file, which share runs. Each page is typed by itself.
     """
-    for item in items:
-        if "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-            item.add_marker(pytest.mark.timeout(1200))
-        elif item.path.stem != "test_pages":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if "cluster" in item.fixturenames:
+        item.add_marker(pytest.mark.xdist_group("cluster"))
+        item.add_marker(pytest.mark.timeout(1200))
+    elif item.path.stem != "test_pages":
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests with a cluster come first, as they are long and mostly wait."""
     items.sort(key=lambda item: "cluster" not in item.fixturenames)
 
 
