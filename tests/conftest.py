@@ -15,6 +15,7 @@ import pytest
 import slurm_cluster
 import warm
 from safetensors.torch import load_file
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 # SQuAD and a model; absent on most machines. See README.md.
@@ -165,20 +166,27 @@ def cluster(tmp_path_factory):
     cluster.stop()
 
 
-def pytest_itemcollected(item):
-    """Say which tests one of several workers takes together: those with a Slurm cluster, of which
-    there is one, and those of a file, which share runs. Each page is typed by itself.
-    """
-    if "cluster" in item.fixturenames:
-        item.add_marker(pytest.mark.xdist_group("cluster"))
-        item.add_marker(pytest.mark.timeout(1200))
-    elif item.path.stem != "test_pages":
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_collection_modifyitems(items):
-    """Tests with a cluster come first, as they are long and mostly wait."""
-    items.sort(key=lambda item: "cluster" not in item.fixturenames)
+    """Slurm is slow, most of all beside other tests."""
+    for item in items:
+        if "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.timeout(1200))
+
+
+class Groups(LoadScopeScheduling):
+    """Which tests one of several workers takes together: those with a Slurm cluster, of which there
+    is one, and those of a file, which share runs. Each page is typed by itself.
+    """
+
+    def _split_scope(self, nodeid):
+        file, _, test = nodeid.partition("::")
+        if "test_sbatch" in nodeid or "test_faults" in file:
+            return "cluster"
+        return test if "test_pages" in file else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Groups(config, log)
 
 
 def pytest_terminal_summary(terminalreporter):
