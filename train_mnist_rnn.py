@@ -430,7 +430,7 @@ def open_folder(accelerator, record, may_resume):
         except BlockingIOError:
             abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
         for partial in folder.glob("checkpoints/partial"):  # A killed run has left it.
-            partial.rename(folder / f"checkpoints/removed_{time.time_ns()}")
+            partial.rename(f"{partial.parent}/removed_{time.time_ns()}")
         newest = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if not may_resume and (newest or (folder / "run.json").exists()):
             abort(f"{folder} holds another run: add --resume, or change --output_dir")
@@ -461,10 +461,10 @@ def start(accelerator, progress, checkpoint):
             advice = "if damaged, remove it for the one before; DeepSpeed fails at [*? in a path"
             abort(f"cannot load {checkpoint}; {advice}: {problem}")
         accelerator.step = 0  # It counts micro-batches, and a step may have more or fewer now.
-    # A handler runs in the middle of anything, so it only makes a note.
-    signals = []
+    signals = []  # A handler runs in the middle of anything, so it only makes a note.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP.
+        # nohup ignores SIGHUP. The wrappers' launcher ignores others, which its ranks have to heed.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: signals.append(True))
     return signals
 
@@ -658,8 +658,8 @@ def say(line):
 
 def abort(message):
     """End the run with one line."""
-    line = "error: " + " ".join(str(message).split())
-    sys.exit(line[:500])  # A library may quote a whole file.
+    message = " ".join(str(message).split())
+    sys.exit(f"error: {message}"[:500])  # A library may quote a whole file.
 
 
 def cli():
