@@ -40,7 +40,7 @@ def parse_args():
     add("ranks", type=int, metavar="N", help="ranks, of which one trains: 2 or more")
     add("yaml", type=Path, metavar="YAML", help="the strategy, one of accelerate_configs/")
     add("launch", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its flags")
-    add("--nodes", type=int, default=1, metavar="M", help="they are on so many nodes")
+    add("--nodes", type=int, default=1, metavar="M", help="the nodes that have these ranks")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"N has to be 2 or more, got {args.ranks}: one rank sends nothing")

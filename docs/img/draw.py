@@ -126,8 +126,8 @@ def kind(label):
 
 
 def schedule(events, slower=1):
-    """[(lane, label, start, end)] of these events, in units of time, over a link that is so many
-    times slower.
+    """[(lane, label, start, end)] of these events, in units of time. The link is `slower` times
+    slower.
     """
     ends, free, found = {None: 0}, {}, []
     for event in events.split(", "):

@@ -122,7 +122,7 @@ def make_inputs(folder):
 
 
 def count(strategy, devices, folder, words):
-    """The dry_run.json of a strategy on so many devices."""
+    """The dry_run.json of a strategy on a number of devices."""
     yaml = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     yaml = folder / yaml.name if strategy == OTHER else yaml
     nodes = max(1, devices // PER_NODE)

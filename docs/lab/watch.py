@@ -50,8 +50,8 @@ class Going:
 
 
 def watch(script, folder, seconds=0):
-    """Run the script with FOLDER/saved.pt as its argument, for so many seconds at most (0: no
-    limit). Each rank has a folder of its own, so what lies there in the end tells which rank saved
+    """Run the script with FOLDER/saved.pt as its argument, and end it after `seconds` (0: never).
+    Each rank has a folder of its own, so what lies there in the end tells which rank saved
     something.
     """
     folder.mkdir(parents=True)
