@@ -24,19 +24,15 @@ RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "faile
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
 case ${1:-} in *.yaml | *.yml) config=$1 && shift ;; esac
-words=("$@")
-for i in "${!words[@]}"; do
-    if [[ ${words[i]} == *.py ]]; then
-        launcher_flags=("${words[@]:0:i}") script=${words[i]}
-        shift $((i + 1)) # what is left are the script's flags
-        words=()
-        break
-    fi
-done
-case ${words[0]:-} in
-    "" | -*) ;;
-    *) fail "'$1' is neither a YAML, nor a script (.py), nor a flag" ;;
-esac
+words=()
+while [[ $# -gt 0 && $1 != *.py ]]; do words+=("$1") && shift; done
+if [ $# -gt 0 ]; then
+    script=$1 launcher_flags=("${words[@]}")
+    shift # what is left are the script's flags
+else
+    set -- "${words[@]}"
+    [[ ${1:--} == -* ]] || fail "'$1' is neither a YAML, nor a script (.py), nor a flag"
+fi
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
 ! grep -E "^['\"]?gpu_ids" "$config" | grep -qv all ||
@@ -57,20 +53,17 @@ done
 # The output directory is this job's, so that it finds its own checkpoints when it runs again.
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-given='' previous=''
+own=runs/$(basename "$script" .py)-$(basename "${config%.*}")-$job previous=''
+set -- --output_dir "$own" "$@" # one of yours comes later, and the last one counts
 for word in "$@"; do
-    case $word in --output_dir=*) given=${word#*=} ;; esac
-    [ "$previous" != --output_dir ] || given=$word
+    case $word in --output_dir=*) output=${word#*=} ;; esac
+    [ "$previous" != --output_dir ] || output=$word
     previous=$word
 done
-output=${given:-runs/$(basename "$script" .py)-$(basename "${config%.*}")-$job}
-[ -n "$given" ] || set -- "$@" --output_dir "$output"
-[ -z "$given" ] || [ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || [ "$output" = "$own" ] ||
     fail "the tasks of an array would share --output_dir $output"
-if [[ $output =~ ^(~[a-zA-Z0-9._-]*)(/|$) ]]; then # a home, as the scripts expand it
-    home=${BASH_REMATCH[1]}
-    output=$(eval "echo $home")${output#"$home"}
-fi
+# As the scripts expand it.
+home=$(grep -Eo '^~[a-zA-Z0-9._-]*' <<<"$output") && output=$(eval "echo $home")${output#"$home"}
 mkdir -p "$output" || fail "cannot make the output directory $output"
 
 # --------------------------------------------------------------------------------- what was granted
@@ -91,28 +84,23 @@ seen=$(timeout "$NODES_TIMEOUT" "${on_each_node[@]}" --label "${SRUN_OPTIONS[@]}
     [ "$gpus" != 0 ] || [ "$visible" = 0 ] || [ -n "${PROCESSES_PER_NODE:-}" ] ||
         echo "warning: $SLURMD_NODENAME has $visible GPU(s), of which Slurm granted none, so one" \
             "process starts: ask for --gres=gpu:N, or set PROCESSES_PER_NODE"
-    command -v accelerate-launch >/dev/null || echo "$SLURMD_NODENAME finds no accelerate"
+    command -v accelerate-launch >/dev/null || echo "error: $SLURMD_NODENAME finds no accelerate:" \
+        "make setup, or activate in sbatch/site.sh what has it, on a disk of all nodes"
     until [ -e "$PROOF" ]; do
-        [ "$SECONDS" -lt "$DISK_TIMEOUT" ] || { echo "$SLURMD_NODENAME sees no file" && break; }
         sleep 1
-    done' 2>&1)
+        [ "$SECONDS" -lt "$DISK_TIMEOUT" ] || break
+    done
+    [ -e "$PROOF" ] || echo "error: $SLURMD_NODENAME does not see what the first node writes into" \
+        "${PROOF%/*}: choose an --output_dir on a disk of all nodes"' 2>&1)
 code=$?
 rm -f "$PROOF"
-asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_PER_TASK:-}}
-[ $code = 0 ] || [ -z "$asked" ] || fail "--gpus-per-node and --gpus-per-task do not replace the" \
-    "wrapper's --gres, which Slurm granted: type --gres=gpu:$asked instead"
 seen=$(sort -n <<<"$seen")
 echo "$seen"
 [ $code != 124 ] || fail "not every node answered within $NODES_TIMEOUT s, the NODES_TIMEOUT"
-[ $code = 0 ] || fail "srun does not reach all nodes"
-said() { sed -n "s/^ *[0-9]*: \(.*\)$1.*/\1/p" <<<"$seen" | head -n 1; } # by which node, first
-first=$(said ': [0-9]* GPU(s), ') without=$(said ' finds no accelerate')
-blind=$(said ' sees no file')
-[ -z "$without" ] || fail "$without finds no accelerate: make setup, or activate in" \
-    "sbatch/site.sh what has it, on a disk of all nodes"
-[ -z "$blind" ] || fail "$blind does not see what $first writes into $output: choose an" \
-    "--output_dir on a disk of all nodes"
-gpus=$(sed -n 's/^ *0: .*: \([0-9]*\) GPU(s), .*/\1/p' <<<"$seen")
+[ $code = 0 ] || fail "srun does not reach all nodes, or Slurm granted other GPUs than were asked" \
+    "for: ask with --gres=gpu:N, which the wrapper has, not with --gpus-per-node or -task"
+[[ ! $seen =~ [0-9]:\ error:\ ([^$'\n']*) ]] || fail "${BASH_REMATCH[1]}"
+read -r first gpus < <(sed -n 's/^ *0: \(.*\): \([0-9]*\) GPU(s), .*/\1 \2/p' <<<"$seen")
 [ "$(grep -c ": $gpus GPU(s), " <<<"$seen")" = "$nodes" ] ||
     fail "not every node was granted $gpus GPU(s), like $first:" \
         "ask for the same on each, with --gres=gpu:N"

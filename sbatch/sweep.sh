@@ -19,8 +19,8 @@
 #                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
 # Jobs run one after the other, as they would slow each other down on nodes that they share. Repeats
-# take turns, so that a machine that others slow down for a while slows down every cell. A run that
-# is completed drops its checkpoints and best/; only the first repeat keeps its weights.
+# take turns, as a machine may be slow for a while. A completed run drops its checkpoints and best/;
+# only the first repeat keeps its weights.
 # Where jobs go and what they ask for comes from sbatch/site.sh.
 set -uo pipefail
 
@@ -39,9 +39,7 @@ while [ $# -gt 0 ]; do
         --help | -h) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
         --strategies | --shapes | --repeats | --minutes | --global_batch_size | --output_dir)
             [ $# -gt 1 ] || fail "$1 needs a value"
-            printf -v "${1#--}" %s "$2"
-            shift
-            ;;
+            printf -v "${1#--}" %s "$2" && shift ;;
         *) break ;;
     esac
     shift
@@ -49,26 +47,27 @@ done
 script=${1:-train_bert_squad.py}
 [ $# = 0 ] || shift # what is left are the script's flags
 [ -f "$script" ] || fail "no script or option $script (--help lists the options)"
-[[ $repeats =~ ^[1-9][0-9]*$ ]] || fail "--repeats must be a number from 1 on, got $repeats"
-[[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "--minutes must be a number from 1 on, got $minutes"
+[[ $repeats,$minutes =~ ^[1-9][0-9]*,[1-9][0-9]*$ ]] ||
+    fail "--repeats and --minutes must be numbers from 1 on"
 [ ! -e "$output_dir/sweep.csv" ] || fail "$output_dir has a sweep: choose another --output_dir"
+gres=${SWEEP_GRES:-gpu} unit=GPU here=2 # or the GPUs of this machine
+[ "$gres" != none ] || unit=core here=0
+[ -z "$local" ] ||
+    here=$(python -c "import torch; print(torch.cuda.device_count())" 2>/dev/null || echo 0)
 # With a fixed global batch, one device has another batch than each of several.
-one=$([ -n "$global_batch_size" ] || echo 1x1)
-shapes=${shapes:-$one $([ -n "$local" ] && echo 1x2 || echo 1x2 2x1 2x2)}
-gres=${SWEEP_GRES:-gpu} unit=GPU
-[ "$gres" != none ] || unit=core
+one=1x1 several="1x2 2x1 2x2"
+[ -z "$global_batch_size" ] || one=''
+[ -z "$local" ] || several=1x2
+[ "$here" != 1 ] || several=''
+shapes=${shapes:-$one $several}
+if [[ $here -lt 2 && " $strategies " == *" dp "* ]]; then
+    echo "leaving out dp: it is a matter of several GPUs"
+    strategies=" $strategies " && strategies=${strategies/ dp / }
+fi
 
 # ------------------------------------------------------------------ the matrix: a line for each run
 
 cells=() gpu_minutes=0
-here='' # GPUs of this machine, for runs on it
-if [ -n "$local" ]; then
-    here=$(python -c "import torch; print(torch.cuda.device_count())" 2>/dev/null || echo 0)
-fi
-if [ "$gres" = none ] || [ "${here:-2}" -lt 2 ]; then
-    [[ " $strategies " != *" dp "* ]] || echo "leaving out dp: it is a matter of several GPUs"
-    strategies=" $strategies " && strategies=${strategies/ dp / }
-fi
 for repeat in $(seq "$repeats"); do for strategy in $strategies; do
     [ -f "accelerate_configs/$strategy.yaml" ] ||
         fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
@@ -79,10 +78,6 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
         [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ]; } || continue
         [ "$strategy" != hsdp ] || { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || continue
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
-        if [ "${here:-0}" -gt 0 ] && [ "$gpus" -gt "$here" ]; then
-            left_out=$shape
-            continue
-        fi
         [ -z "$global_batch_size" ] || [ $((global_batch_size % (nodes * gpus))) = 0 ] ||
             fail "--global_batch_size $global_batch_size does not divide by" \
                 "the $((nodes * gpus)) devices of $shape"
@@ -90,15 +85,11 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
         gpu_minutes=$((gpu_minutes + nodes * gpus * minutes))
     done
 done; done
-[ -z "${left_out:-}" ] || echo "leaving out $left_out: this machine has $here GPU(s)"
 [ ${#cells[@]} -gt 0 ] || fail "none of the strategies '$strategies' runs on the shapes '$shapes'"
 hours=$((gpu_minutes / 60)).$((gpu_minutes % 60 * 10 / 60))
 sum="$((${#cells[@]} + 1)) jobs, at most $hours $unit-hours" # one job makes the report
 if [ -n "$dry_run" ]; then
-    for cell in "${cells[@]}"; do
-        IFS=, read -r run _ nodes gpus _ <<<"$cell"
-        echo "$run: $nodes node(s) x $gpus $unit(s), at most $minutes minutes"
-    done
+    printf '%s\n' "${cells[@]%%,*}" # names, such as ddp-1x2-r1
     echo "${#cells[@]} runs of $script $*"
 fi
 [ -n "$local" ] || echo "$sum, if every job took all its time"
@@ -106,27 +97,35 @@ fi
 
 # ------------------------------------------------------------------------------------------- run it
 
+if [ -n "$local" ]; then
+    command -v accelerate-launch >/dev/null || fail "no accelerate on the PATH: make setup"
+else
+    command -v sbatch >/dev/null ||
+        fail "no sbatch on the PATH: type this on the cluster, or use --local"
+    if [ -z "$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
+        [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
+        read -rp "submit them? [y/N] " answer
+        [[ $answer = [yY]* ]] || fail "nothing was submitted"
+    fi
+fi
 # The plan, so that the report also shows what is missing.
-begin() { mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan"; }
 plan=$output_dir/sweep.csv report=(python report.py "$output_dir")
-
-choose() { # what a cell of the matrix runs: its YAML, its flags, and what it drops when completed
-    IFS=, read -r run strategy nodes gpus repeat <<<"$1"
-    yaml=accelerate_configs/$strategy.yaml flags=("${@:2}" --output_dir "$output_dir/$run")
+mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan" || exit 1
+[ -z "$local" ] || printf '%s,\n' "${cells[@]}" >>"$plan"
+# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. Slurm fills in
+# what stands behind a %.
+submit=(sbatch --parsable --export=ALL) logs=${output_dir//%/%%}
+last='' failed=0
+for cell in "${cells[@]}"; do
+    IFS=, read -r run strategy nodes gpus repeat <<<"$cell"
+    yaml=accelerate_configs/$strategy.yaml flags=("$@" --output_dir "$output_dir/$run")
     [ -z "$global_batch_size" ] ||
         flags+=(--per_device_train_batch_size $((global_batch_size / nodes / gpus)))
     drop="checkpoints best"
     [ "$repeat" = 1 ] || drop+=" model.safetensors"
-}
-
-if [ -n "$local" ]; then
-    command -v accelerate-launch >/dev/null || fail "no accelerate on the PATH: make setup"
-    begin || exit 1
-    printf '%s,\n' "${cells[@]}" >>"$plan"
-    failed=0
-    for cell in "${cells[@]}"; do
-        choose "$cell" "$@"
-        echo "$(date +%T) $run; its output goes to $output_dir/$run.log"
+    if [ -n "$local" ]; then
+        log=$output_dir/$run.log
+        echo "$(date +%T) $run; its output goes to $log"
         # One thread per device, also if your shell has another number, which accelerate would take:
         # with more, the processes of a shape could share cores that a baseline has for itself.
         environment=(OMP_NUM_THREADS=1) processes=$gpus
@@ -135,48 +134,32 @@ if [ -n "$local" ]; then
             environment+=(CUDA_VISIBLE_DEVICES="$(cut -d , -f "1-$gpus" <<<"$seen")") processes=1
         fi
         if env "${environment[@]}" accelerate-launch --config_file "$yaml" --main_process_port 0 \
-            --num_processes "$processes" "$script" "${flags[@]}" >"$output_dir/$run.log" 2>&1; then
+            --num_processes "$processes" "$script" "${flags[@]}" >"$log" 2>&1; then
             for dropped in $drop; do rm -rf "${output_dir:?}/$run/$dropped"; done
         else
-            failed=1 log=$output_dir/$run.log
+            failed=1
             echo "$run failed: $(grep '^error:' "$log" || echo "see $log")"
         fi
-    done
+    else
+        ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
+        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
+        # afterany: also after a job that failed
+        job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" "${submit[@]}" "${ask[@]}" \
+            --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
+            --job-name="$run" --output="$logs/$run.log" \
+            sbatch/1node.sh "$yaml" "$script" "${flags[@]}") || job=refused
+        job=${job%%;*} # a cluster's name may follow
+        [ "$job" = refused ] || last=$job
+        echo "$run: job $job"
+        echo "$cell,$job" >>"$plan"
+    fi
+done
+if [ -n "$local" ]; then
     "${report[@]}" >"$output_dir/report.log" || exit 1
     tail -n 1 "$output_dir/report.log"
     exit $failed
 fi
-
-command -v sbatch >/dev/null ||
-    fail "no sbatch on the PATH: type this on the cluster, or use --local"
-if [ -z "$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
-    [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
-    read -rp "submit them? [y/N] " answer
-    [[ $answer = [yY]* ]] || fail "nothing was submitted"
-fi
-begin || exit 1
-# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. Slurm fills in
-# what stands behind a %.
-submit=(sbatch --parsable --export=ALL) logs=${output_dir//%/%%}
-jobs=0 last=''
-for cell in "${cells[@]}"; do
-    choose "$cell" "$@"
-    ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
-    [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
-    # afterany: also after a job that failed
-    if job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" "${submit[@]}" "${ask[@]}" \
-        --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
-        --job-name="$run" --output="$logs/$run.log" \
-        sbatch/1node.sh "$yaml" "$script" "${flags[@]}"); then
-        job=${job%%;*}
-        last=$job jobs=$((jobs + 1))
-    else
-        job=refused
-    fi
-    echo "$run: job $job"
-    echo "$cell,$job" >>"$plan"
-done
-[ $jobs -gt 0 ] || fail "Slurm took none of the jobs; see above"
+[ -n "$last" ] || fail "Slurm took none of the jobs; see above"
 "${submit[@]}" --dependency="afterany:$last" --job-name=report \
     --nodes=1 --time=10 --output="$logs/report.log" >/dev/null <<REPORT ||
 #!/bin/bash
@@ -185,6 +168,6 @@ load_site
 $(printf '%q ' "${report[@]}")
 REPORT
     fail "no job for the report; when all are done: ${report[*]}"
-echo "$jobs jobs, then the report: $output_dir/report.md; squeue --me shows how far they are"
+echo "the last job writes $output_dir/report.md; squeue --me shows how far they are"
 exit
 }

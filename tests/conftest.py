@@ -167,10 +167,14 @@ def cluster(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """Slurm is slow, most of all beside other tests."""
+    """The longest first: what needs Slurm, and the pages."""
     for item in items:
         if "cluster" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(1200))
+    first = "test_sbatch", "test_faults", "test_pages"
+    items.sort(
+        key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in first))
+    )
 
 
 class Groups(LoadScopeScheduling):

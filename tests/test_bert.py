@@ -167,7 +167,7 @@ def test_tokens_and_padding_are_those_of_the_batches(runs):
 @pytest.mark.slow
 def test_clipping_is_the_same_under_every_strategy(tmp_path):
     """The first three accumulate and checkpoint activations besides."""
-    clipped = ["--max_grad_norm", 1.0]
+    clipped = ["--max_grad_norm", 1.0, "--max_train_steps", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
     for name in ("zero1", "fsdp_keep", "zero3_offload", "hsdp"):
         more = flags(4) if name == "hsdp" else [*flags(4, 2), "--activation_checkpointing"]
@@ -186,6 +186,7 @@ def undisturbed(tmp_path_factory):
     return cache(lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *words))
 
 
+@pytest.mark.slow
 def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
     """Rank 1 gets it in step 19. What goes on has seen the rest of what the undisturbed run saw.
     MNIST's test, of the same code, has all YAMLs.
@@ -257,7 +258,7 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     """Lower precision and torch.compile come from the launcher; "eager" compiles without a C++
     compiler. The weights that a run leaves have the same names and dtype.
     """
-    few = ["--max_train_steps", 8, "--max_eval_samples", 8]
+    few = ["--max_train_steps", 5, "--max_eval_samples", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
     kinds = [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05)]
     for strategy, precision, dynamo, rel in [*kinds, ("fsdp", "no", "eager", 1e-5)]:

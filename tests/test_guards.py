@@ -42,6 +42,7 @@ def test_a_strategy_in_the_environment_may_be_spelled_in_other_ways(flag, strate
     assert launch("ddp", SCRIPT, tmp_path / "2", env={"ACCELERATE_USE_FSDP": "2"}, ok=False).code
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_goes_on(tmp_path):
     """A launcher of one process leaves SIGHUP ignored, and so does the script."""
     env = {"SPY_SIGNAL": "SIGHUP all 3"}

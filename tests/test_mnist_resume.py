@@ -151,7 +151,7 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
     for name in own:
         (folder / name).mkdir()
     (tmp_path / "run.json").write_text('{"status": ')
-    [file] = (folder / names[1]).rglob("*zero_pp_rank_1_*optim_states.pt")
+    [file] = (folder / names[1]).rglob("*zero_pp_rank_0_*optim_states.pt")
     file.write_bytes(file.read_bytes()[:-100])
 
     line = spied("zero3", tmp_path, "--resume", ok=False).error_line()

@@ -8,12 +8,14 @@ connects the ranks. tests/test_launch.py holds both ways to the same numbers.
 """
 
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -27,6 +29,10 @@ from torch.distributed import TCPStore
 # Read when a library is imported: a run that needs other values needs processes of its own.
 READ_AT_IMPORT = ("HF_", "OMP_", "DS_", "PYTHON", "PATH")
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
+# Several ranks have the machine for themselves: they wait for each other in each step, so beside
+# others' ranks a run takes ten times as long. All workers of a pytest have this file.
+SESSION = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+TURNS = open(Path(tempfile.gettempdir()) / f"turns-{SESSION}", "w")
 
 
 def what_the_launcher_starts(words, environment):
@@ -92,7 +98,9 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
-    context, deadline = start_server(), time.monotonic() + timeout
+    context = start_server()
+    fcntl.flock(TURNS, fcntl.LOCK_EX if len(worlds) > 1 else fcntl.LOCK_SH)
+    deadline = time.monotonic() + timeout
     ranks = [
         context.Process(target=become, args=(environment | own, folder, argv, out, err))
         for own in worlds
@@ -102,9 +110,9 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
             rank.start()
         failed = False
         while running := [rank for rank in ranks if rank.exitcode is None]:
-            if not failed and any(rank.exitcode for rank in ranks):
-                failed, deadline = True, time.monotonic() + GRACE
-                for rank in running:
+            if any(rank.exitcode for rank in ranks):
+                deadline, failed = deadline if failed else time.monotonic() + GRACE, True
+                for rank in running:  # again: a rank that fails later waits to be ended
                     with contextlib.suppress(ProcessLookupError):  # it has just ended
                         os.kill(rank.pid, signal.SIGTERM)
             if time.monotonic() > deadline:
@@ -117,4 +125,5 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
         for rank in ranks:
             rank.kill()
             rank.join()
+        fcntl.flock(TURNS, fcntl.LOCK_UN)
     return int(any(rank.exitcode for rank in ranks))
