@@ -61,7 +61,7 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 
 train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
-		--num_processes $(PROCESSES) $(TINY) --num_epochs 30
+		--num_processes $(PROCESSES) $(TINY) --num_epochs 20
 
 # Two files of tests at a time: one computes while the other waits. Of all tests three, as those of
 # Slurm mostly wait.

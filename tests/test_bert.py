@@ -260,8 +260,8 @@ def test_bf16_and_compiled_runs_walk_nearly_the_same_curve(tmp_path):
     """
     few = ["--max_train_steps", 5, "--max_eval_samples", 8]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *few)
-    kinds = [("zero3", "bf16", "no", 0.05), ("ddp", "bf16", "eager", 0.05)]
-    for strategy, precision, dynamo, rel in [*kinds, ("fsdp", "no", "eager", 1e-5)]:
+    kinds = [("zero3", "bf16", "no", 0.05), ("fsdp", "no", "eager", 1e-5)]
+    for strategy, precision, dynamo, rel in kinds:
         launcher = ["--mixed_precision", precision, "--dynamo_backend", dynamo]
         result = launch(strategy, SCRIPT, tmp_path / strategy, *flags(8), *few, launcher=launcher)
         assert "recompile_limit" not in result.err + result.out

@@ -158,7 +158,7 @@ def test_a_hang_is_told_with_its_lines(judged):
         GOING, [(alone, ""), ("        if rank == 0:\n", f"        if rank == 0:\n{call}")]
     )
     assert text.split('"""\n', 1)[1] == (LAB / "hanging.py").read_text().split('"""\n', 1)[1]
-    code, printed, _ = judged(check_ex10, text, "--part", "2", "--seconds", "20")
+    code, printed, _ = judged(check_ex10, text, "--part", "2", "--seconds", "10")
     assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
 
 

@@ -28,6 +28,7 @@ SMALLER = {  # sizes of the text, and those of the test
     "--max_train_steps 8": "--max_train_steps 3",
     "--max_train_steps 30": "--max_train_steps 12",
     "for batch in 1 2 4 8 16": "for batch in 8",
+    "for rate in 0.0025 0.02": "for rate in 0.0025",
     "--num_epochs 12": "--num_epochs 1",
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
     "--num_epochs 30 --dropout 0 ": "--num_epochs 15 --dropout 0 ",

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, STRATEGIES, launch
+from conftest import ROOT, RUNGS, launch
 from test_bert import TINY
 
 pytestmark = pytest.mark.slow
@@ -85,14 +85,15 @@ def one_machine(tmp_path_factory):
     return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
 
 
-@pytest.mark.parametrize(
-    "name", [*STRATEGIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in RUNGS)]
-)
+OTHERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "zero2", *RUNGS)]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", *OTHERS])
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
     name, start, one_machine, tmp_path
 ):
     """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. The
-    variants make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
+    others make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
     """
     spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     words = ["sbatch/2node.sh", *[f"accelerate_configs/{name}.yaml"] * (name != "ddp")]
