@@ -190,6 +190,7 @@ class Groups(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # xdist would begin with files of many short tests
     return Groups(config, log)
 
 
