@@ -16,7 +16,7 @@ from planning.counting import CountingGroup
 
 
 def connect_counting_groups(ranks, tally):
-    """From now on `torch.distributed.init_process_group` makes this process rank 0 of so many, and
+    """From now on `torch.distributed.init_process_group` makes this process rank 0 of `ranks`, and
     all process groups are CountingGroups.
     """
 
@@ -121,8 +121,8 @@ def save_nothing():
 
 
 def repeat_batches(times):
-    """From now on prepared loaders give their batches so many times, so that an epoch of one step
-    is long enough, and no evaluation comes between.
+    """From now on prepared loaders repeat their batches `times` times. Then a data set of one batch
+    is enough for all steps, and no evaluation comes between them.
     """
     once = DataLoaderShard.__iter__
 

@@ -86,10 +86,7 @@ seen=$(timeout "$NODES_TIMEOUT" "${on_each_node[@]}" --label "${SRUN_OPTIONS[@]}
             "process starts: ask for --gres=gpu:N, or set PROCESSES_PER_NODE"
     command -v accelerate-launch >/dev/null || echo "error: $SLURMD_NODENAME finds no accelerate:" \
         "make setup, or activate in sbatch/site.sh what has it, on a disk of all nodes"
-    until [ -e "$PROOF" ]; do
-        sleep 1
-        [ "$SECONDS" -lt "$DISK_TIMEOUT" ] || break
-    done
+    until [ -e "$PROOF" ] || [ "$SECONDS" -ge "$DISK_TIMEOUT" ]; do sleep 1; done
     [ -e "$PROOF" ] || echo "error: $SLURMD_NODENAME does not see what the first node writes into" \
         "${PROOF%/*}: choose an --output_dir on a disk of all nodes"' 2>&1)
 code=$?

@@ -171,10 +171,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "cluster" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(1200))
-    first = "test_sbatch", "test_faults", "test_pages"
-    items.sort(
-        key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in first))
-    )
+    items.sort(key=lambda item: not re.search("test_(sbatch|faults|pages).py", item.nodeid))
 
 
 class Groups(LoadScopeScheduling):

@@ -147,7 +147,7 @@ class Cluster:
 
     @staticmethod
     def wait_until(true, timeout):
-        """Ask until it is true, or fail after so many seconds."""
+        """Ask until it is true. After `timeout` seconds, fail."""
         end = time.monotonic() + timeout
         while not true():
             assert time.monotonic() < end, f"not so after {timeout} s"

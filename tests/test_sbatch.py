@@ -175,9 +175,9 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path):
 
     seen = [read(tmp_path / "gp us" / f"rank_{rank}.json") for rank in range(6)]
     assert [rank["host"] for rank in seen] == ["n1"] * 3 + ["n2"] * 3
+    own = f"runs/probe-hybrid-{gpus.job}"
     for rank in seen:
         assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 3, "of the four of the node"
-        own = f"runs/probe-hybrid-{gpus.job}"
         assert rank["argv"] == ["--resume", "--output_dir", own, *odd]
         assert rank.items() >= WORLD.items()
     last = read(tmp_path / "cpus" / "rank_3.json")

@@ -7,13 +7,11 @@ own: accelerate parses the command line and the YAML and makes the environment, 
 connects the ranks. tests/test_launch.py holds both ways to the same numbers.
 """
 
-import contextlib
 import fcntl
 import gc
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ from torch.distributed import TCPStore
 READ_AT_IMPORT = ("HF_", "OMP_", "DS_", "PYTHON", "PATH")
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 # Several ranks have the machine for themselves: they wait for each other in each step, so beside
-# others' ranks a run takes ten times as long. All workers of a pytest have this file.
+# others' ranks a run may take ten times as long. All workers of a pytest have this file.
 SESSION = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 TURNS = open(Path(tempfile.gettempdir()) / f"turns-{SESSION}", "w")
 
@@ -83,6 +81,23 @@ def become(environment, folder, argv, out, err):
     runpy.run_path(argv[0], run_name="__main__")
 
 
+def all_end(ranks, timeout):
+    """Wait for all ranks. If one fails, the others are told to end, and get GRACE seconds. Returns
+    False if none failed, and some still run after `timeout` seconds.
+    """
+    deadline, failed = time.monotonic() + timeout, False
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        if any(rank.exitcode for rank in ranks):
+            if not failed:
+                failed, deadline = True, time.monotonic() + GRACE
+            for rank in running:  # again: a rank that fails later waits to be ended
+                rank.terminate()
+        if time.monotonic() > deadline:
+            return failed
+        wait([rank.sentinel for rank in running], timeout=1)
+    return True
+
+
 def run_ranks(words, argv, environment, folder, out, err, timeout):
     """What `accelerate launch WORDS ARGV` does, in `folder`; the ranks append to the files `out`
     and `err`. Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them.
@@ -100,7 +115,6 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
         worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     context = start_server()
     fcntl.flock(TURNS, fcntl.LOCK_EX if len(worlds) > 1 else fcntl.LOCK_SH)
-    deadline = time.monotonic() + timeout
     ranks = [
         context.Process(target=become, args=(environment | own, folder, argv, out, err))
         for own in worlds
@@ -108,17 +122,7 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
     try:
         for rank in ranks:
             rank.start()
-        failed = False
-        while running := [rank for rank in ranks if rank.exitcode is None]:
-            if any(rank.exitcode for rank in ranks):
-                deadline, failed = deadline if failed else time.monotonic() + GRACE, True
-                for rank in running:  # again: a rank that fails later waits to be ended
-                    with contextlib.suppress(ProcessLookupError):  # it has just ended
-                        os.kill(rank.pid, signal.SIGTERM)
-            if time.monotonic() > deadline:
-                break
-            wait([rank.sentinel for rank in running], timeout=1)
-        if running and not failed:
+        if not all_end(ranks, timeout):
             printed = Path(out).read_text() + Path(err).read_text()
             raise TimeoutError(f"{argv} ran for more than {timeout} s: {printed}")
     finally:
