@@ -63,13 +63,12 @@ train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 20
 
-# Two files of tests at a time: one computes while the other waits. Of all tests three, as those of
-# Slurm mostly wait.
+# Two files of tests at a time: one computes while the other waits.
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
 	$(BIN)/python -m pytest -n 2
 
 test-all: dev  ## all tests: also of Slurm, the lab, the docs, the notebook, other machines
-	$(BIN)/python -m pytest -n 3 -m "not matrix"
+	$(BIN)/python -m pytest -n 2 -m "not matrix"
 
 slurm:  ## install Debian's Slurm and Chromium for the tests of sbatch/ and report.html; as root
 	apt-get update

@@ -28,7 +28,7 @@ from planning.printing import OneLineParser, stop  # noqa: E402
 
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
-REPEATS, SECONDS = 40, 0.5  # each size is measured so often, or, if that takes longer, so long
+REPEATS, SECONDS = 20, 0.25  # each size is measured so often, or, if that takes longer, so long
 TOO_SLOW = 1.0  # seconds: a collective that takes longer is not measured with more bytes
 
 # Each takes a whole tensor, a part of it for each rank, and the rank that sends or receives alone.

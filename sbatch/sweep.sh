@@ -9,12 +9,12 @@
 #       runs them here without Slurm, one after the other
 # Options, before the script (default: train_bert_squad.py with its defaults):
 #   --strategies "ddp fsdp"   default "baseline dp ddp fsdp hsdp zero2 zero3"; a baseline is one
-#                             device, DP stays on one node, HSDP takes 2 x 2 devices or more
+#                             device, DP is several GPUs of one node, HSDP 2 x 2 devices or more
 #   --shapes "1x2 2x1"        nodes x GPUs per node; default "1x1 1x2 2x1 2x2", with --local
 #                             "1x1 1x2". 1x1 is each strategy on one device: what it costs alone
 #   --repeats N               of each cell of the matrix; default 2. A report should have 5
 #   --minutes N               time limit of each job; default 60
-#   --yes                     do not ask before submitting more than 20 GPU-hours
+#   --yes                     submit also more than 20 GPU-hours
 #   --global_batch_size N     the same for all shapes (strong scaling); without it, the batch per
 #                             device is the same
 #   --output_dir DIR          default a fresh folder under runs/; each run gets a folder in it
@@ -60,10 +60,6 @@ one=1x1 several="1x2 2x1 2x2"
 [ -z "$local" ] || several=1x2
 [ "$here" != 1 ] || several=''
 shapes=${shapes:-$one $several}
-if [[ $here -lt 2 && " $strategies " == *" dp "* ]]; then
-    echo "leaving out dp: it is a matter of several GPUs"
-    strategies=" $strategies " && strategies=${strategies/ dp / }
-fi
 
 # ------------------------------------------------------------------ the matrix: a line for each run
 
@@ -75,7 +71,8 @@ for repeat in $(seq "$repeats"); do for strategy in $strategies; do
         [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] ||
             fail "a shape is NODESxGPUS, such as 2x1; got $shape"
         nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
-        [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ]; } || continue
+        [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ] && [ "$here" -gt 1 ]; } ||
+            continue # it is a matter of several GPUs
         [ "$strategy" != hsdp ] || { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || continue
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
         [ -z "$global_batch_size" ] || [ $((global_batch_size % (nodes * gpus))) = 0 ] ||
@@ -102,11 +99,8 @@ if [ -n "$local" ]; then
 else
     command -v sbatch >/dev/null ||
         fail "no sbatch on the PATH: type this on the cluster, or use --local"
-    if [ -z "$yes" ] && [ $unit = GPU ] && [ $gpu_minutes -gt $((20 * 60)) ]; then
-        [ -t 0 ] || fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
-        read -rp "submit them? [y/N] " answer
-        [[ $answer = [yY]* ]] || fail "nothing was submitted"
-    fi
+    [ -n "$yes" ] || [ $unit != GPU ] || [ $gpu_minutes -le $((20 * 60)) ] ||
+        fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
 fi
 # The plan, so that the report also shows what is missing.
 plan=$output_dir/sweep.csv report=(python report.py "$output_dir")

@@ -11,8 +11,8 @@ import torch
 from conftest import ROOT, Result
 
 pytestmark = pytest.mark.slow
-EPOCH, STEPS = 35, 1400
-FLAGS = "--dataset digits --num_epochs 40 --per_device_train_batch_size 20"
+EPOCH, STEPS = 35, 700
+FLAGS = "--dataset digits --num_epochs 20 --per_device_train_batch_size 20"
 TABLE = "| fault | strategy | seconds to recover | steps repeated |\n|---|---|---|---|"
 
 
@@ -25,7 +25,7 @@ class Job:
         self.env = {
             "SPY_SCRIPT": "train_mnist_rnn",
             "SPY_STEPS": str(self.notes),
-            "SPY_PAUSE": "0.03" if limited else "0",
+            "SPY_PAUSE": "0.06" if limited else "0",
             "OMP_NUM_THREADS": "1",
         }
         self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute

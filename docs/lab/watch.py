@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -125,8 +126,10 @@ def watch(script, folder, seconds=0):
     ):
         for name in COLLECTIVES:
             noted.enter_context(noting(name))
-        if seconds:  # then say where the script waits, and end
-            faulthandler.dump_traceback_later(seconds, exit=True, file=error)
+        end = threading.Timer(seconds + 3, os._exit, (1,))
+        if seconds:  # then say where the script waits. End later: the launcher ends the other rank
+            faulthandler.dump_traceback_later(seconds, file=error)
+            end.start()
             faulthandler.enable(file=error)  # and say where, if the process is aborted
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -135,6 +138,7 @@ def watch(script, folder, seconds=0):
             raise
         finally:
             if seconds:
+                end.cancel()
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.disable()
             for hook in hooks:
