@@ -63,7 +63,7 @@ HUB_NAMES = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
 
 def main(args):
-    """Do one run, from its flags to its record."""
+    """Do one run, from its flags to its record. Returns the model."""
     accelerator, strategy = make_accelerator(args)
     # accelerate 1.15 says False, and torch would give up after 8 widths. None lets widths differ.
     accelerator.state.dynamo_plugin.dynamic = None
@@ -111,6 +111,7 @@ def main(args):
     record |= describe_tokens(progress)
     write_record(accelerator, record, rank, progress, status)
     accelerator.end_training()
+    return model
 
 
 def train(accelerator, args, parts, progress, signals, profiler):
@@ -418,7 +419,7 @@ def word_f1(words, others, version_2):
     """
     if version_2 and not (words and others):
         return float(words == others)
-    same = sum((collections.Counter(words) & collections.Counter(others)).values())
+    same = (collections.Counter(words) & collections.Counter(others)).total()
     return 2 * same / (len(words) + len(others)) if same else 0.0
 
 
@@ -1138,7 +1139,7 @@ def abort(message):
 def cli():
     """Run the script as a command. What a user can mend ends it with one line."""
     try:
-        main(parse_args())
+        _ = main(parse_args())  # It keeps the model: gloo may hang when DDP lets go of it.
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):

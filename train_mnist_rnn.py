@@ -56,7 +56,7 @@ HONOURED = (  # in DeepSpeed's JSON
 
 
 def main(args):
-    """Do one run, from its flags to its record."""
+    """Do one run, from its flags to its record. Returns the model."""
     accelerator, strategy = make_accelerator(args)
     # Rank 0 goes first, as it may download. Then one rank of each node reads, and then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
@@ -100,6 +100,7 @@ def main(args):
             abort(f"{problem}: not saved; --resume, or start afresh with a lower --learning_rate")
     write_record(accelerator, record, rank, progress, status)
     accelerator.end_training()
+    return model
 
 
 def train(accelerator, args, parts, progress, signals, profiler):
@@ -298,7 +299,9 @@ def read_images(args):
     except Exception as problem:  # of the network, the disk, or a file
         abort(f"no MNIST in {args.data_dir}/MNIST/raw: {problem!r}; see also --dataset digits")
     highest = max(train.targets.max(), test.targets.max())
-    if train.data[0].shape != test.data[0].shape or highest > 9:
+    # torch 2.10's TensorDataset takes more images than labels.
+    lengths_differ = len(train.data) != len(train.targets)
+    if train.data[0].shape != test.data[0].shape or highest > 9 or lengths_differ:
         abort(f"the files in {args.data_dir}/MNIST/raw do not belong together, or are not MNIST's")
     return [train.data, test.data, train.targets, test.targets]
 
@@ -665,7 +668,7 @@ def abort(message):
 def cli():
     """Run the script as a command. What a user can mend ends it with one line."""
     try:
-        main(parse_args())
+        _ = main(parse_args())  # It keeps the model: gloo may hang when DDP lets go of it.
     except BaseException as problem:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0" or "by peer" in str(problem):
