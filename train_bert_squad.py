@@ -895,10 +895,9 @@ def open_folder(accelerator, record, may_resume):
         old = {}
         with contextlib.suppress(OSError, TypeError, ValueError):  # There is none, or half of it.
             old = dict(json.loads((folder / "run.json").read_bytes()))
-        same = ["strategy", "strategy_options", "global_batch_size", *record["workload"]]
         was = old | old.get("workload", {})
         now = record | record["workload"]
-        for key in same:
+        for key in ("strategy", "strategy_options", "global_batch_size", *record["workload"]):
             if was and was.get(key) != now[key]:
                 abort(f"cannot resume with another {key}: {was.get(key)} -> {now[key]}")
         found = [old.get("status"), newest]

@@ -299,9 +299,7 @@ def read_images(args):
     except Exception as problem:  # of the network, the disk, or a file
         abort(f"no MNIST in {args.data_dir}/MNIST/raw: {problem!r}; see also --dataset digits")
     highest = max(train.targets.max(), test.targets.max())
-    # torch 2.10's TensorDataset takes more images than labels.
-    lengths_differ = len(train.data) != len(train.targets)
-    if train.data[0].shape != test.data[0].shape or highest > 9 or lengths_differ:
+    if train.data[0].shape != test.data[0].shape or highest > 9:
         abort(f"the files in {args.data_dir}/MNIST/raw do not belong together, or are not MNIST's")
     return [train.data, test.data, train.targets, test.targets]
 
@@ -440,10 +438,9 @@ def open_folder(accelerator, record, may_resume):
         old = {}
         with contextlib.suppress(OSError, TypeError, ValueError):  # There is none, or half of it.
             old = dict(json.loads((folder / "run.json").read_bytes()))
-        same = ["strategy", "strategy_options", "global_batch_size", *record["workload"]]
         was = old | old.get("workload", {})
         now = record | record["workload"]
-        for key in same:
+        for key in ("strategy", "strategy_options", "global_batch_size", *record["workload"]):
             if was and was.get(key) != now[key]:
                 abort(f"cannot resume with another {key}: {was.get(key)} -> {now[key]}")
         found = [old.get("status"), newest]

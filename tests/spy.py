@@ -8,14 +8,14 @@ SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch number
 SPY_EVAL    the same when an evaluation batch is read
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
 SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch number 30
-SPY_MEMORY  an evaluation holds so many MB besides
+SPY_MEMORY  an evaluation holds this many MB more
 SPY_SCORES  "0.5 0.9": what the LSTM's evaluations find, each of one batch
-SPY_SHAPES  torch.compile gives up after so many shapes, and not after 8
+SPY_SHAPES  torch.compile gives up after this number of shapes; its own number is 8
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
 SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
-SPY_PAUSE   and pauses for so many seconds after each
+SPY_PAUSE   and pauses for this many seconds after each
 """
 
 import collections

@@ -26,7 +26,7 @@ def dry_run(*words, folder=None, ok=True):
 
 
 def count(folder, ranks, strategy, script, options=(), first=()):
-    """The dry_run.json of one rank of so many."""
+    """The dry_run.json of one rank among `ranks`."""
     words = [*first, ranks, f"accelerate_configs/{strategy}.yaml", *options, *script]
     dry_run(*words, "--output_dir", folder)
     return json.loads((folder / "dry_run.json").read_text())

@@ -126,11 +126,12 @@ def watch(script, folder, seconds=0):
     ):
         for name in COLLECTIVES:
             noted.enter_context(noting(name))
+        # The launcher ends the other rank when one ends. So each has time to say where it waits.
         end = threading.Timer(seconds + 3, os._exit, (1,))
-        if seconds:  # then say where the script waits. End later: the launcher ends the other rank
+        if seconds:
             faulthandler.dump_traceback_later(seconds, file=error)
             end.start()
-            faulthandler.enable(file=error)  # and say where, if the process is aborted
+            faulthandler.enable(file=error)  # It says where, too, if the process is aborted.
         try:
             runpy.run_path(str(script), run_name="__main__")
         except Exception:
