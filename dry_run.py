@@ -51,8 +51,8 @@ def parse_args():
     return args
 
 
-class Counted(BaseException):
-    """The steps are done. No script catches it."""
+class Counted(SystemExit):
+    """The steps are done. No script reports it as an error."""
 
 
 class DryRun(patches.StepWatch):

@@ -1,13 +1,16 @@
 """What the tests share: launches, records, weights, and real data where a developer has some."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import isolated  # noqa: F401  the first: it sets what libraries read when they are imported
@@ -144,6 +147,28 @@ def own_signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def silent_server():
+    """A function that starts a server. It answers each request with these bytes, and then with
+    nothing, and keeps the connection. Returns its address.
+    """
+    listener, kept = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve(answer):
+        with contextlib.suppress(OSError):  # The listener is closed.
+            while True:
+                kept.append(listener.accept()[0])
+                kept[-1].sendall(answer)
+
+    def start(answer=b""):
+        threading.Thread(target=serve, args=(answer,), daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+    yield start
+    for connection in (*kept, listener):
+        connection.close()
 
 
 @pytest.fixture(scope="session")

@@ -99,13 +99,14 @@ def backward(original, self, loss, **options):
     COUNTS["trained"] += 1
 
 
-@instead(accelerate.accelerator, "save_custom_state", "SAVE")
-def save_custom_state(original, *args, **options):
-    """`save_state` calls it when weights and optimizer are on disk."""
+@instead(accelerate.accelerator, "save_accelerator_state", "SAVE")
+def save_accelerator_state(original, *args, **options):
+    """The end of `save_state`: what accelerate saves is on disk, and the script's own is not."""
+    folder = original(*args, **options)
     COUNTS["saved"] += 1
     if RANK == 0:
         obey("SAVE", COUNTS["saved"])
-    return original(*args, **options)
+    return folder
 
 
 @instead(Accelerator, "gather_for_metrics", "MEMORY", "SCORES")

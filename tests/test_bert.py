@@ -135,7 +135,7 @@ def test_saved_models_answer_the_same_when_transformers_loads_them(strategy, run
 def test_the_record_is_complete(runs):
     result = runs("ddp")
     record = result.record
-    more = ["activation_checkpointing", "padding_share", "tokens", "tokens_per_second"]
+    more = ["padding_share", "tokens", "tokens_per_second"]
     assert set(record) == {*RECORD, *more} and record["script"] == SCRIPT
     assert record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"}
@@ -143,9 +143,37 @@ def test_the_record_is_complete(runs):
     assert (workload["questions"], workload["model"]) == (132, "tiny_bert, from scratch")
     assert (workload["max_train_steps"], workload["num_epochs"]) == (STEPS, 4)
     assert len(record["steps_per_second"]) == 4, "10, 13 (the epoch's end), 20, 24"
-    logs = EventAccumulator(str(result.folder / "tensorboard")).Reload()
+    logs = EventAccumulator(str(result.folder / "tensorboard" / "train_bert_squad")).Reload()
     assert [event.step for event in logs.Scalars("loss")] == [10, 13, 20, 24]
     assert [event.step for event in logs.Scalars("f1")] == [13, 24]
+    rates = [event.value for event in logs.Scalars("learning_rate")]
+    assert rates == pytest.approx([1e-3 * (1 - step / STEPS) for step in (9, 12, 19, 23)])
+
+
+def test_the_learning_rate_rises_in_the_warm_up(tmp_path):
+    words = [*flags(16), "--num_warmup_steps", 10, "--weight_decay", 0.1, "--with_tracking"]
+    result = launch("baseline", SCRIPT, tmp_path, *words, "--logging_steps", 4)
+    workload = result.record["workload"]
+    assert (workload["num_warmup_steps"], workload["weight_decay"]) == (10, 0.1)
+    logs = EventAccumulator(str(tmp_path / "tensorboard" / "train_bert_squad")).Reload()
+    rates = {event.step: event.value for event in logs.Scalars("learning_rate")}
+    # Step n has the rate after n - 1 steps.
+    assert rates[4] == pytest.approx(1e-3 * 3 / 10) and rates[24] == pytest.approx(1e-3 / 14)
+
+
+def test_a_saved_model_is_evaluated_without_training(baseline, tmp_path):
+    """The final one scores as it did, from the validation file alone."""
+    words = ["--model_name_or_path", baseline.folder, "--validation_file", QUESTIONS]
+    words += ["--max_seq_length", 128, "--doc_stride", 32, "--num_epochs", 0]
+    words += ["--per_device_train_batch_size", 500, "--gradient_accumulation_steps", 9]
+    result = launch("ddp", SCRIPT, tmp_path, *words, "--learning_rate", 1)
+    record = result.record
+    assert (record["status"], record["steps"], record["loss_history"]) == ("completed", 0, [])
+    assert record["metrics"] == pytest.approx(baseline.record["metrics"])
+    assert record["tokens"] is record["samples_per_second"] is None
+    assert predictions(result) == predictions(baseline)
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["predictions.json", "run.json"]
+    assert "epoch" not in result.out and "validation loss" in result.out
 
 
 def test_tokens_and_padding_are_those_of_the_batches(runs):
@@ -167,13 +195,21 @@ def test_tokens_and_padding_are_those_of_the_batches(runs):
 @pytest.mark.slow
 def test_clipping_is_the_same_under_every_strategy(tmp_path):
     """The first three accumulate and checkpoint activations besides."""
-    clipped = ["--max_grad_norm", 1.0, "--max_train_steps", 8]
+    clipped = ["--max_grad_norm", 1.0, "--max_train_steps", 8, "--with_tracking"]
+    clipped += ["--logging_steps", 2]
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
+
+    def norms(run):
+        logs = EventAccumulator(str(run.folder / "tensorboard" / "train_bert_squad")).Reload()
+        return [event.value for event in logs.Scalars("gradient_norm")]
+
+    assert len(norms(baseline)) == 4 and max(norms(baseline)) > 1, "as it is before it is clipped"
     for name in ("zero1", "fsdp_keep", "zero3_offload", "hsdp"):
         more = flags(4) if name == "hsdp" else [*flags(4, 2), "--activation_checkpointing"]
         result = launch(name, SCRIPT, tmp_path / name, *more, *clipped)
         assert_near(result, baseline, rel=1e-5, atol=1e-4, leave_out=NO_GRADIENT)
         assert predictions(result) == predictions(baseline), name
+        assert norms(result) == pytest.approx(norms(baseline), rel=1e-4), name
 
 
 # -------- nothing lost

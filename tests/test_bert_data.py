@@ -2,18 +2,25 @@
 bad input; and what both scripts share.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import random
 import re
 import shutil
+import struct
+import subprocess
 import sys
+import termios
+import time
 from argparse import Namespace
 
+import pyarrow
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, run
+from conftest import ROOT, environment, launch, namespaces, run
 
 import train_bert_squad as script
 
@@ -29,7 +36,7 @@ V1, V2, MODEL = DATA / "squad_v1.json", DATA / "squad_v2.json", DATA / "tiny_ber
 def options(**changes):
     paths = {"train_file": V1, "validation_file": V1, "model_name_or_path": MODEL}
     values = {"version_2_with_negative": False, "max_train_samples": 0, "max_eval_samples": 0}
-    values |= {"max_seq_length": 96, "doc_stride": 24} | paths
+    values |= {"max_seq_length": 96, "doc_stride": 24, "num_epochs": 4} | paths
     return Namespace(**values | changes)
 
 
@@ -55,7 +62,9 @@ def nested(text="Rosa", start=0, drop=None, context="Rosa built a mill.", **more
     "content, sentence",
     [
         (nested(start=5), ": question q1 has the answer 'Rosa', which is not at character 5 of"),
-        (nested(text=""), ": question q1 has the answer ''"),
+        (nested(text=""), ": question q1 has an answer without text"),
+        ('{"data": ' + "[" * 100_000, f"{FORM}its top: RecursionError("),
+        (nested(start=float("inf")), f"{FORM}question q1: OverflowError("),
         (nested(is_impossible=True), ": question q1 has no answer: add --version_2_with_negative"),
         ({"data": nested()["data"] * 2}, ": question q1 is there twice"),
         (nested(drop="answers"), f"{FORM}question q1: KeyError('answers')"),
@@ -142,6 +151,17 @@ def test_spans_where_characters_and_tokens_do_not_match(context, text, covered, 
     assert not covered or context[row["begins"][start] : row["stops"][end]] == covered
 
 
+def test_the_place_of_later_answers_does_not_matter(tmp_path):
+    """They are texts for the scores. Published files, such as CMRC 2018's, misplace some."""
+    file = nested()
+    answers = file["data"][0]["paragraphs"][0]["qas"][0]["answers"]
+    answers += [{"text": "a mill", "answer_start": 0}, {"text": "mill"}]
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(file))
+    [question] = script.read_questions(options(validation_file=path), "validation")
+    assert question["answers"]["text"] == ["Rosa", "a mill", "mill"]
+
+
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatch):
     questions, original, made = script.read_questions(options(), "train"), script.find_span, []
     monkeypatch.setattr(script, "find_span", lambda *args: made.append(1) or original(*args))
@@ -160,6 +180,50 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatc
     others.append(load(questions=questions[1:]))
     assert all(new for _, new in others)
     assert len({first.key, *(other.key for other, _ in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    "context, last, text",
+    [
+        ("kha\u0301 ma", "kha", "kha\u0301"),  # in Vietnamese
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u0939",
+            "\u0926",
+            "\u0939\u093f\u0928\u094d\u0926\u0940",
+        ),
+        ("mill\u0301\u0302", "mill", "mill\u0301\u0302"),  # two, at the end of the context
+        ("mill. x", "mill", "mill"),
+    ],
+)
+def test_an_answer_takes_along_the_marks_after_its_last_letter(context, last, text):
+    """Tokenizers that strip accents give no token to them."""
+    stop = context.index(last) + len(last)
+    table = Namespace(data={"begins": [pyarrow.array([0])], "stops": [pyarrow.array([stop])]})
+    question = {"id": "q1", "context": context}
+    features = Namespace(columns={"owner": torch.tensor([0])}, table=table, questions=[question])
+    names = ("no_answer", "score", "start", "end")
+    columns = {name: torch.tensor([0.0]) for name in names}
+    assert script.choose_answers(columns, features, False) == {"q1": text}
+
+
+def test_a_perfect_reader_scores_100_where_the_tokenizer_strips_accents(cache, tokenizer):
+    """From the question to the score. The answers end with marks, as in Hindi or in NFD."""
+    context = "A mill near Pen\u0303alte\u0301, and a wheel\u0301\u0302"
+    texts = ["Pen\u0303alte\u0301", "wheel\u0301\u0302"]
+    questions = [
+        {"id": text, "question": "Why?", "context": context}
+        | {"answers": {"text": [text], "answer_start": [context.index(text)]}}
+        for text in texts
+    ]
+    features = script.load_features(questions, tokenizer, options())
+    columns = {name: features.columns[name] for name in ("start", "end")}
+    zeros = torch.zeros(len(features))
+    answers = script.choose_answers(columns | {"no_answer": zeros, "score": zeros}, features, 0)
+    references = [question["answers"] for question in questions]
+    scores = script.squad_metric(False).compute(
+        predictions=list(answers.values()), references=references
+    )
+    assert scores == {"exact_match": 100, "f1": 100}
 
 
 # -------- batches, scores
@@ -240,22 +304,21 @@ def refused(monkeypatch, tmp_path, *flags):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--num_epochs 0", "--num_epochs must be greater than 0"),
-        ("--max_train_samples -1", "--max_train_samples must be greater than 0"),
-        (LOCAL + FILES + "--dropout 2", "dropout probability has to be .*got 2"),
+        ("--num_epochs -1", "--num_epochs must be 0 or greater, and at most 2147483647, got -1"),
+        ("--max_train_samples -1", "--max_train_samples must be 0 or greater"),
+        ("--dropout 2", "--dropout must be 0 or greater, and at most 1, got 2"),
         ("--learning_rate nan", "--learning_rate must be greater than 0"),
         ("--models bert", "unrecognized arguments: --models"),
         ("--train_file x.json", "--train_file and --validation_file go together"),
-        (
-            LOCAL + "--train_file /no.json --validation_file x",
-            "or the questions: .*No such.*'/no.json'",
-        ),
+        ("--train_file x.json --num_epochs 0", "--train_file and --validation_file go together"),
+        (LOCAL + "--train_file x --validation_file /no.json", "No such file or .*'/no.json'"),
         (LOCAL + "--train_file V2 --validation_file V2", "add --version_2_with_negative if this"),
         (LOCAL + FILES + "--max_seq_length 513", "513 is more than the 512 positions of"),
         (LOCAL + FILES + "--max_seq_length 64 --doc_stride 60", TOO_LITTLE),
         (LOCAL + FILES + "--per_device_train_batch_size 500", "the global batch of 500"),
-        ("", "cannot load google-bert/bert-base-uncased or the questions: .*--prepare_data_only"),
-        (LOCAL, "cannot load MODEL or the questions: .*rajpurkar/squad.*--prepare_data_only"),
+        ("--model_name_or_path runs/no/best", "cannot load runs/no/best: .*"),
+        ("", "cannot load google-bert/bert-base-uncased: .*--prepare_data_only"),
+        (LOCAL, "cannot load rajpurkar/squad: .*--prepare_data_only"),
     ],
 )
 def test_bad_flags(flags, sentence, monkeypatch, tmp_path):
@@ -272,9 +335,12 @@ def model_folder(tmp_path, drop=None, **config):
     values = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(values))
     if drop:
-        (folder / drop).unlink()
-    if drop and "pointer" in config:  # as a clone without Git LFS has it
-        (folder / drop).write_text("version https://git-lfs.github.com/spec/v1\nsize 231508\n")
+        (folder / drop).unlink(missing_ok=drop == "pytorch_model.bin")
+    if drop == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    if drop and "pointer" in config:  # as a clone without Git LFS has it, or another text
+        pointer = "version https://git-lfs.github.com/spec/v1\nsize 231508\n"
+        (folder / drop).write_text(pointer if config["pointer"] is True else config["pointer"])
     return folder
 
 
@@ -282,7 +348,7 @@ def model_folder(tmp_path, drop=None, **config):
     "drop, config, sentence",
     [
         ("model.safetensors", {}, "Error no file named model.safetensors"),
-        ("config.json", {}, "cannot load {} or the questions: "),
+        ("config.json", {}, "cannot load {}: "),
         ("vocab.txt", {}, "{} is a bert model with absolute positions and a BertTokenizer of 5 to"),
         (None, {"model_type": "roberta"}, "{} is a roberta model with absolute positions"),
         (None, {"vocab_size": 100}, "and a BertTokenizer of 341 tokens"),
@@ -292,7 +358,10 @@ def model_folder(tmp_path, drop=None, **config):
         (None, {"type_vocab_size": 1}, "two types of tokens"),
         (None, {"position_embedding_type": "relative_key_query"}, "relative_key_query positions"),
         ("vocab.txt", {"pointer": True}, "Missing [UNK] token from the vocabulary"),
-        ("model.safetensors", {"pointer": True}, "deserializing header"),
+        ("model.safetensors", {"pointer": True}, "cannot load model.safetensors of {}: "),
+        ("pytorch_model.bin", {"pointer": True}, "cannot load pytorch_model.bin of {}: "),
+        ("pytorch_model.bin", {"pointer": ""}, "cannot load pytorch_model.bin of {}: "),
+        ("model.safetensors", {"pointer": "<html>Log in"}, "cannot load model.safetensors of {}: "),
         (None, {"tokenizer_class": "ByT5Tokenizer"}, "and a ByT5Tokenizer"),
     ],
 )
@@ -313,6 +382,69 @@ def test_one_line_from_two_processes(tmp_path):
     result = launch("zero3", SCRIPT, tmp_path / "run", *flags, ok=False)
     assert f"{bad}: question q1 has the answer 'Rosa', which is not at" in result.error_line()
     assert not (tmp_path / "run").exists()
+
+
+def test_outputs_that_a_config_asks_for_besides_change_nothing(tmp_path):
+    """Some published models ask for their hidden states and attentions."""
+    folder = model_folder(tmp_path, output_hidden_states=True, output_attentions=True)
+    words = ["--model_name_or_path", folder, "--train_file", V1, "--validation_file", V1]
+    run = launch("baseline", SCRIPT, tmp_path / "run", *words, "--max_train_steps", 1)
+    assert run.record["metrics"]["eval_loss"] > 0
+
+
+def test_no_code_of_a_model_folder_is_run_and_nobody_is_asked(monkeypatch, tmp_path):
+    folder = model_folder(tmp_path, auto_map={"AutoConfig": "own.Config"}, model_type="own")
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'sign')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", pytest.fail)
+    line = refused(monkeypatch, tmp_path, "--model_name_or_path", folder, *FILES.split())
+    assert f"cannot load {folder}: " in line and not (tmp_path / "sign").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
+def test_a_hub_that_is_silent_ends_with_one_line(answer, silent_server, tmp_path):
+    """Or is a server of another kind. The Hub's own library would wait for ever."""
+    env = {"HF_ENDPOINT": silent_server(answer).rstrip("/"), "HF_HUB_OFFLINE": "0"}
+    env |= {"HF_HOME": str(tmp_path / "cache")}
+    for words in ([], LOCAL.replace("MODEL", str(MODEL)).split()):
+        start = time.monotonic()
+        done = run([sys.executable, SCRIPT, "--prepare_data_only", *words], env=env)
+        assert "the Hub does not answer, so only cached files are used" in done.out
+        assert "--prepare_data_only where there is one" in done.error_line()
+        assert time.monotonic() - start < 120, "the promise is two minutes"
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_progress_bars_and_a_log_none(tmp_path):
+    words = [sys.executable, SCRIPT, "--prepare_data_only", "--validation_file", V1]
+    words += [*LOCAL.replace("MODEL", str(MODEL)).split(), "--train_file", V1]
+    done = run([*map(str, words)], env={"HF_HOME": str(tmp_path / "log")})
+    assert done.code == 0 and "%|" not in done.err
+    master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    env = environment({"HF_HOME": str(tmp_path / "terminal")})
+    process = subprocess.Popen([*map(str, words)], cwd=ROOT, env=env, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # The process has ended.
+        while True:
+            shown += os.read(master, 10_000)
+    assert process.wait() == 0 and b"%|" in shown
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_tokenising_keeps_no_half(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    words = namespaces(f"mount -t tmpfs -o size=100k none {cache}")
+    flags = [*LOCAL.replace("MODEL", str(MODEL)).split(), "--train_file", V1]
+    flags += ["--validation_file", V1, "--prepare_data_only"]
+    words += ["sh", "-c", '"$@"; find "$HF_DATASETS_CACHE" -type f -size +0', "sh"]
+    env = {"HF_DATASETS_CACHE": str(cache)}
+    done = run([*words, sys.executable, SCRIPT, *map(str, flags)], env=env)
+    [line] = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert line.endswith("(the disk is full: free space, then --resume)")
+    assert "tmp" not in done.out and "arrow" not in done.out
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ import pytest
 from conftest import ROOT
 
 NAMES = ["train_mnist_rnn.py", "train_bert_squad.py"]
+BANNER = "\n# -------- The rest is one text in both scripts"
 # What both scripts have under one name, each in its own form. All else is one text.
-OWN = """main train evaluate keep_best save_model make_loaders describe_workload parse_args
-    Progress""".split()
+OWN = """main train evaluate keep_best save_model make_optimizer make_loaders describe_workload
+    parse_args Progress""".split()
 PACKAGES = "torch accelerate deepspeed transformers datasets evaluate torchvision".split()
 TREES = {name: ast.parse((ROOT / name).read_text()) for name in NAMES}
 
@@ -35,8 +36,15 @@ def parts_of(name):
     return parts
 
 
+def test_below_the_banner_both_scripts_are_one_text():
+    """Each script stands alone, and the loop comes early."""
+    texts = [(ROOT / name).read_text() for name in NAMES]
+    mnist, bert = [text.split(BANNER) for text in texts]
+    assert len(mnist) == len(bert) == 2 and mnist[1] == bert[1]
+    assert all(text[: text.index("backward(")].count("\n") < 150 for text in texts)
+
+
 def test_what_both_scripts_have_under_one_name_is_one_text():
-    """Each script stands alone."""
     mnist, bert = map(parts_of, NAMES)
     both = mnist.keys() & bert.keys()
     assert {name for name in both if mnist[name] != bert[name]} == set(OWN) and len(both) > 25

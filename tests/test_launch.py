@@ -54,6 +54,25 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
         assert result.losses == expected.losses
 
 
+PLACES = ["flag", "env", *(pytest.param(key, marks=pytest.mark.slow) for key in ("dynamo_", ""))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_compiler_that_deepspeed_would_not_get_is_refused(place, tmp_path):
+    """accelerate does not pass it on, so the ranks ask their real launcher."""
+    yaml = tmp_path / "zero2.yaml"
+    text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
+    if place in ("dynamo_", ""):  # accelerate takes the key in both forms
+        text += f"dynamo_config:\n  {place}backend: EAGER\n"
+    yaml.write_text(text)
+    words = ["--config_file", yaml, "--main_process_port", 0]
+    words += ["--dynamo-backend=eager"] * (place == "flag")
+    words += [MNIST, "--dataset", "digits", "--output_dir", tmp_path / "run"]
+    env = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if place == "env" else {}
+    done = run([*ACCELERATE, *map(str, words)], env=env)
+    assert "accelerate drops --dynamo_backend under DeepSpeed" in done.error_line()
+
+
 @pytest.mark.parametrize(
     "yaml, launcher, strategy",
     [

@@ -11,8 +11,10 @@ import re
 import shutil
 import statistics
 import struct
+import sys
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import STRATEGIES, launch
+from conftest import STRATEGIES, launch, run
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_near, ids_seen
@@ -97,8 +99,8 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
 
 RECORD = """version script strategy strategy_options nodes processes devices device_name threads
     precision dynamo per_device_batch_size gradient_accumulation_steps global_batch_size steps
-    workload parameters seconds steps_per_second samples_per_second ranks metrics loss_history
-    status resumed_from profiled versions slurm_job_id argv""".split()
+    workload parameters activation_checkpointing seconds steps_per_second samples_per_second ranks
+    metrics loss_history began status resumed_from profiled versions slurm_job_id argv""".split()
 
 
 def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
@@ -109,7 +111,7 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     record = result.record
     assert set(record) == set(RECORD)
     workload = """model dataset samples eval_samples labels sequence_length compute_dtype precision
-        dynamo num_epochs max_train_steps max_grad_norm seed dropout learning_rate"""
+        dynamo num_epochs max_train_steps max_grad_norm seed dropout learning_rate weight_decay"""
     assert set(record["workload"]) == set(workload.split())
     measured = "rank host device_name real user sys memory_before_mb peak_memory_mb"
     assert all(set(rank) == set(measured.split()) for rank in record["ranks"])
@@ -129,17 +131,23 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     rows = (test_x.float() - train_x.float().mean()) / train_x.float().std(correction=0)
     assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
-    logs = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    logs = EventAccumulator(str(tmp_path / "tensorboard" / "train_mnist_rnn")).Reload()
     losses = {event.step: event.value for event in logs.Scalars("loss")}
     assert losses == {step: pytest.approx(result.losses[step - 1]) for step in (8, 16, 22, 24, 30)}
     assert [event.step for event in logs.Scalars("accuracy")] == [22, 30]
+    rates = [event.value for event in logs.Scalars("learning_rate")]
+    assert 0.004 < max(rates) <= 0.005 and rates[-1] < 1e-7, "one cycle, whose top is 0.005"
+    norms = [event.value for event in logs.Scalars("gradient_norm")]
+    assert len(norms) == 5 and all(0.01 < norm < 10 for norm in norms)
 
 
 def test_progress_is_lines(baseline):
     log = baseline.out
     assert re.search(r"^baseline on 1 x CPU .*samples; results go to ", log, re.M)
     assert re.search(
-        r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s\nepoch 1/2: test accuracy", log, re.M
+        r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s, \d+ s left\nepoch 1/2: test accuracy",
+        log,
+        re.M,
     )
     assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
     assert log.splitlines()[-1].endswith(f"{baseline.folder}/run.json")
@@ -163,8 +171,20 @@ NO_MNIST = "no MNIST in FOLDER/data/MNIST/raw: .*Error downloading train-images.
     "strategy, flags, env, pattern",
     [
         ("baseline", "--checkpointing_steps 0", {}, "--checkpointing_steps must be greater than 0"),
-        ("baseline", "--learning_rate nan", {}, "--learning_rate must be greater than 0, got nan"),
-        ("baseline", "--dataset digits --dropout 2", {}, "dropout probability has to be .*got 2"),
+        (
+            "baseline",
+            "--learning_rate nan",
+            {},
+            "--learning_rate must be greater than 0, .* got nan",
+        ),
+        ("baseline", "--dropout 2", {}, "--dropout must be 0 or greater, and at most 1, got 2"),
+        ("baseline", "--weight_decay -1", {}, "--weight_decay must be 0 or greater, .*got -1"),
+        ("baseline", f"--max_train_steps {10**20}", {}, "at most 2147483647, got 1000"),
+        ("baseline", f"--hidden_size {10**30}", {}, "at most 2147483647, got 1000"),
+        ("baseline", f"--seed {2**32}", {}, "--seed must be 0 or greater, and at most 2147483647"),
+        ("ddp", f"--seed {2**32 - 1}", {}, "--seed must be 0 or greater, and at most 2147483647"),
+        ("baseline", "--with_tracking --report_to wandb", {}, "--report_to wandb: no such tracker"),
+        ("baseline", "--report_to x", {}, "invalid choice: 'x'"),
         ("baseline", "--dataset cifar", {}, "invalid choice: 'cifar'"),
         ("baseline", "--dataset digits --seeds 1", {}, "unrecognized arguments: --seeds 1"),
         ("ddp", f"{BATCH} 719", {}, "global batch of 1438 is more than all samples"),
@@ -188,7 +208,9 @@ def test_one_line_for_bad_input(strategy, flags, env, pattern, tmp_path):
         ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each would train alone"),  # on two nodes
         ({"MASTER_ADDR": "127.0.0.1"}, 0, "--num_processes 1"),
         ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 0, "--max_restarts 0: launch again with --resume"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 0, "--max_restarts must be 0: launch again with"),
+        ({"LOCAL_RANK": "0"}, 0, "fsdp_version must be 2"),  # torchrun, and accelerate's default
+        ({"LOCAL_RANK": "0", "FSDP_VERSION": "1"}, 0, "fsdp_version must be 2"),
     ],
 )
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
@@ -196,7 +218,7 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypa
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
-        script.connect_ranks()
+        script.check_launch(fsdp="fsdp" in sentence, zero=False)
 
 
 @pytest.fixture
@@ -223,9 +245,10 @@ def tiny_mnist(tmp_path, monkeypatch):
     server.shutdown()
 
 
-def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
+def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, capsys):
     raw, args = tmp_path / "MNIST" / "raw", SimpleNamespace(dataset="mnist", data_dir=tmp_path)
     train_x, test_x, train_y, test_y = script.read_images(args)
+    assert not capsys.readouterr().err, "a log gets no progress bar"
     assert train_x.shape == (20, 28, 28) and test_x.shape == (10, 28, 28)
     assert train_y.tolist() == [*range(10)] * 2 and test_y.tolist() == [*range(10)]
     assert train_x[1].flatten().tolist() == [i % 251 for i in range(784, 2 * 784)]
@@ -233,6 +256,8 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
     # Files of different data sets.
     for name, shape, number in (
         ("train-labels-idx1-ubyte", [20], 26),
+        ("train-labels-idx1-ubyte", [21], 1),  # one more than images
+        ("t10k-labels-idx1-ubyte", [11], 1),
         ("t10k-labels-idx1-ubyte", [10], 10),
         ("t10k-images-idx3-ubyte", [10, 20, 20], 1),
         ("train-labels-idx1-ubyte", [10], 1),
@@ -241,9 +266,28 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
         header = struct.pack(f">{len(shape) + 1}I", 2048 + len(shape), *shape)
         (raw / name).write_bytes(header + bytes([number]) * math.prod(shape))
         flags = ["--data_dir", str(tmp_path), "--per_device_train_batch_size", 2]
-        line = launch("baseline", SCRIPT, tmp_path / "run", *flags, ok=False).error_line()
-        assert "do not belong together" in line or "Size mismatch between tensors" in line
+        for more in ([], ["--prepare_data_only"]):
+            done = launch("baseline", SCRIPT, tmp_path / "run", *flags, *more, ok=False)
+            assert "do not belong together" in done.error_line()
         (raw / name).write_bytes(whole)
+
+    # A page of a captive portal, under the name of an image file.
+    images = raw / "train-images-idx3-ubyte"
+    whole = images.read_bytes()
+    images.write_text("<html>Please log in")
+    with pytest.raises(SystemExit, match=f"^error: no MNIST in {raw}: {images.name} is not MNIST"):
+        script.read_images(args)
+    images.write_bytes(whole)
+
+    # What torchvision before 0.9 left, which it would still read first.
+    old = raw.with_name("processed")
+    old.mkdir()
+    assert len(script.read_images(args)) == 4, "an empty folder is none of its business"
+    for name in ("training.pt", "test.pt"):
+        torch.save((torch.zeros(3, 28, 28), torch.zeros(3)), old / name)
+    with pytest.raises(SystemExit, match=f"^error: torchvision would read {old} instead of {raw}"):
+        script.read_images(args)
+    shutil.rmtree(old)
 
     # Half unpacked: one line. Without the half, it is unpacked again.
     labels = raw / "t10k-labels-idx1-ubyte"
@@ -263,3 +307,72 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path):
             shutil.rmtree(tiny_mnist)
     with pytest.raises(SystemExit, match=f"^error: .*Error downloading {download.name}"):
         script.read_images(args)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n\x1f"])
+def test_a_server_that_is_silent_ends_the_download_with_one_line(
+    answer, silent_server, tmp_path, monkeypatch
+):
+    """At once, or in the middle of a file. The script's patience is cut to a twentieth here."""
+    patience = script.socket.setdefaulttimeout
+    asked = []
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [silent_server(answer)])
+    monkeypatch.setattr(
+        script.socket,
+        "setdefaulttimeout",
+        lambda seconds: asked.append(seconds) or patience(seconds and seconds / 20),
+    )
+    args = SimpleNamespace(dataset="mnist", data_dir=tmp_path)
+    with pytest.raises(SystemExit, match="^error: no MNIST in .*--dataset digits"):
+        script.read_images(args)
+    assert asked == [7, None], "two mirrors of eight addresses each take less than two minutes"
+
+
+def test_a_run_needs_scikit_learn_for_digits_alone(monkeypatch):
+    monkeypatch.setitem(script.sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match="^error: --dataset digits needs scikit-learn .*pip"):
+        script.read_images(SimpleNamespace(dataset="digits"))
+
+
+# -------- what a run says of itself
+
+
+def test_a_long_evaluation_says_once_a_minute_how_far_it_is(monkeypatch, capsys):
+    """With batches of 25 seconds."""
+    clock = iter(range(0, 10_000, 25))
+    monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
+    accelerator = SimpleNamespace(check_trigger=lambda: False)
+    batches = script.batches_to_evaluate(accelerator, [*range(12)], [])
+    assert list(batches) == [*range(12)]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"evaluation: {done} of 12 batches are done" for done in (2, 5, 8, 11)]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0 s"), (99.4, "99 s"), (100, "2 min"), (5_900, "98 min"), (7_200, "2 h 0 min")],
+)
+def test_durations(seconds, text):
+    assert script.duration(seconds) == text
+
+
+def test_weight_decay_is_the_optimizers():
+    args = SimpleNamespace(learning_rate=0.1, weight_decay=0.3)
+    optimizer, _ = script.make_optimizer(args, torch.nn.Linear(2, 2), 10)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
+
+
+def test_help_names_the_optimizer_and_python_without_docstrings_trains(tmp_path):
+    """Python's -OO takes docstrings away. Warnings of an open file would be errors here."""
+    done = run([sys.executable, SCRIPT, "--help"])
+    assert done.code == 0 and "AdamW" in done.out and "one cycle" in done.out
+    words = [sys.executable, "-OO", "-W", "error::ResourceWarning", SCRIPT, *DIGITS]
+    words += ["--max_train_steps", "3", "--profile", "--output_dir", tmp_path / "run"]
+    done = run(words, tmp_path / "run")
+    assert done.code == 0 and "Exception ignored" not in done.err, done.err
+    assert "warning: --profile traces the steps 13 to 17 of a run, and this one has" in done.out
+    began = datetime.fromisoformat(done.record["began"])
+    assert began.utcoffset() == timedelta(0) and abs(began.timestamp() - time.time()) < 600
+    again = run(words, tmp_path / "run")
+    assert "holds another run" in again.error_line() and "ResourceWarning" not in again.err

@@ -4,6 +4,7 @@ for bit.
 
 import json
 import math
+import pickle
 import re
 import shutil
 from functools import cache
@@ -11,6 +12,8 @@ from functools import cache
 import pytest
 import torch
 from conftest import launch
+
+import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
 # 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14,
@@ -155,7 +158,8 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
 
     line = spied("zero3", tmp_path, "--resume", ok=False).error_line()
-    assert f"cannot load {folder / names[1]}; if damaged, remove it for the one before" in line
+    assert f"cannot load {folder / names[1]}: " in line
+    assert line.endswith("If it is damaged, remove it, and --resume takes the one before")
     shutil.rmtree(folder / names[1])
     stopped = spied("zero3", tmp_path, "--resume", SPY_SIGNAL="SIGTERM 0 0")
     assert step_of(stopped.record["resumed_from"]) == 7 and stopped.record["steps"] == 8
@@ -167,10 +171,70 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
     assert_same_end(resumed, undisturbed("zero3"))
 
 
+def damaged(file, damage):
+    """Damage a file of a checkpoint."""
+    if damage == "gone":
+        file.unlink()
+    elif damage == "of another kind":
+        torch.save({}, file)
+    elif damage[0] in "[{":
+        file.write_text(damage)
+    else:
+        file.write_bytes(
+            file.read_bytes()[: {"empty": 0, "half": file.stat().st_size // 2}[damage]]
+        )
+
+
+def newest(folder):
+    return max((folder / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "gone", "of another kind", "[]", '{"run": 3}'])
+@pytest.mark.parametrize("name", ["random_states_1.pkl", "progress.json"])
+def test_no_run_goes_on_without_its_random_states_and_its_progress(
+    name, damage, undisturbed, tmp_path
+):
+    """accelerate alone goes on without random states: with dropout it would be another run."""
+    folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
+    shutil.rmtree(newest(folder))  # after its last step, no random number is drawn
+    damaged(newest(folder) / name, damage)
+    line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
+    assert f"cannot load {newest(folder)}: " in line and "remove it" in line
+
+
+class Spell:
+    """What pickle makes a file of, when it is loaded."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+@pytest.mark.parametrize("form", ["torch", "pickle"])
+def test_no_file_of_a_checkpoint_of_ddp_or_a_baseline_runs_code(form, undisturbed, tmp_path):
+    sign, whole = tmp_path / "sign", undisturbed("ddp")
+    names = sorted(file.name for file in newest(whole.folder).iterdir())
+    assert len(names) == 6, "model, optimizer, schedule, 2 x random states, progress"
+    for name in names:
+        folder = killed_at_its_end(whole, tmp_path / name)
+        file = newest(folder) / name
+        if form == "torch":
+            torch.save(Spell(str(sign)), file)
+        else:
+            file.write_bytes(pickle.dumps(Spell(str(sign))))
+        line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
+        assert f"cannot load {newest(folder)}: " in line and not sign.exists()
+        shutil.rmtree(folder)
+
+
 # -------- other settings, other devices
 
 
-@pytest.mark.parametrize("damage", [None, '{"a": ', "[1]"])
+@pytest.mark.parametrize(
+    "damage", [None, '{"a": ', "[1]", '{"workload": null}', '{"workload": 3}', "[" * 100_000]
+)
 def test_a_missing_or_damaged_record_is_no_reason_to_start_afresh(damage, undisturbed, tmp_path):
     folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
     if damage:
@@ -179,6 +243,7 @@ def test_a_missing_or_damaged_record_is_no_reason_to_start_afresh(damage, undist
     assert "holds another run: add --resume" in refused.error_line()
     again = launch("ddp", SCRIPT, folder, *FLAGS, "--resume")
     assert step_of(again.record["resumed_from"]) == 44
+    assert again.record["began"] == undisturbed("ddp").record["began"], "the run's, not the job's"
     assert_same_end(again, undisturbed("ddp"))
 
 
@@ -202,6 +267,35 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
         assert re.search(f"^error: cannot resume with another {change}", line)
         assert ";" not in line and "seed" not in line
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    # Also without its record, or with half of it: the checkpoint knows its settings.
+    folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "cut")
+    for text in (None, '{"status": "run'):
+        if text:
+            (folder / "run.json").write_text(text)
+        for flags, change in (
+            (["--learning_rate", 0.01], "learning_rate: 0.005 -> 0.01"),
+            (["--weight_decay", 0], "weight_decay: 0.01 -> 0.0"),
+            (["--seed", 1], "seed: 0 -> 1"),
+            (["--per_device_train_batch_size", 16], "global_batch_size: 64 -> 32"),
+        ):
+            line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", *flags, ok=False)
+            assert f"cannot resume with another {change}" in line.error_line()
+
+    # What a checkpoint has to say of itself is all there.
+    state = json.loads((newest(folder) / "progress.json").read_text())
+    for name in ("step", "losses", "began", "processes"):
+        left_out = {key: value for key, value in state.items() if key != name}
+        (newest(folder) / "progress.json").write_text(json.dumps(left_out))
+        line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
+        assert f"cannot load {newest(folder)}: KeyError: '{name}'" in line
+
+    # A run of an earlier version had no progress.json.
+    (newest(folder) / "progress.json").unlink()
+    old = undisturbed("ddp").record | {"version": "0.5.0", "status": "running"}
+    (folder / "run.json").write_text(json.dumps(old))
+    line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
+    assert f"cannot resume with another version: 0.5.0 -> {script.VERSION}" in line
 
     folder = killed_at_its_end(undisturbed("zero3"), tmp_path / "run")
     line = launch("zero3", SCRIPT, folder, *FLAGS, "--resume", *one, processes=1, ok=False)
@@ -241,7 +335,8 @@ def test_a_run_goes_on_with_other_devices(strategy, before, after, by_48, tmp_pa
 
     stopped = run(before, SPY_SIGNAL="SIGTERM 0 38")  # in the second epoch
     assert stopped.record["steps"] == 40
-    for file in tmp_path.glob("ids_*"):
+    # Another number of ranks needs no random states of the old ones.
+    for file in [*tmp_path.glob("ids_*"), *newest(tmp_path).glob("random_states_*")]:
         file.unlink()
     resumed = run(after, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 40

@@ -48,7 +48,7 @@ def record(strategy, devices=1, seconds=100.0, batch=32, nodes=1, **changes):
         own = {"user": float(next(NUMBERS))}  # or a record is the copy of another one
         own |= {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
         ranks.append(own | {"real": 118.544, "sys": 3.25})
-    end = {"status": "completed", "resumed_from": None, "profiled": False, "version": "0.5.0"}
+    end = {"status": "completed", "resumed_from": None, "profiled": False, "version": "0.6.0"}
     end |= {"processes": devices, "steps_per_second": [0.5, 0.6], "metrics": {}, "argv": ["x.py"]}
     place = {"strategy": strategy, "nodes": nodes, "devices": devices, "ranks": ranks}
     sizes = {"per_device_batch_size": batch, "gradient_accumulation_steps": 1, "parameters": 1000}

@@ -102,6 +102,7 @@ LAYERS = FSDP_2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 BUCKETS = {"stage": 2, "reduce_bucket_size": "auto"}
 ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
+FP16 = ["--mixed_precision", "fp16"]
 
 
 @pytest.mark.parametrize(
@@ -111,15 +112,21 @@ ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision",
         ("MULTI_GPU", {}, ["--cpu"], [], "each would train alone"),
         ("NO", {}, [], [], "each would train alone"),
         ("NO", DP, BF16, [], "in fp16, not in bf16: use ddp.yaml"),
+        ("NO", {"num_processes": 1}, FP16, [], "fp16 needs a GPU"),
+        ("MULTI_GPU", {"mixed_precision": "fp16"}, [], [], "fp16 needs a GPU"),
+        ("FSDP", {"fsdp_config": FSDP_2}, FP16, [], "fp16 needs a GPU"),
+        ("DEEPSPEED", zero(2), FP16, [], "fp16 needs a GPU"),
+        ("DEEPSPEED", JSON | {"fp16": {"enabled": True}}, [], [], "fp16 needs a GPU"),
         ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version must be 2"),
         ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "s --activation_checkpointing"),
         ("FSDP", {"fsdp_config": LAYERS}, [], [], "layer class LlamaDecoderLayer in the model"),
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
         ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
-        ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON needs a stage, and may have these"),
-        ("DEEPSPEED", JSON | AUTOCAST, [], [], "DeepSpeed's JSON needs a stage, and may have"),
-        ("DEEPSPEED", JSON | {"zero_optimization": {}}, [], [], "JSON needs a stage"),
+        ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON may not have optimizer, only bf16"),
+        ("DEEPSPEED", JSON | AUTOCAST, [], [], "DeepSpeed's JSON may not have torch_autocast, on"),
+        ("DEEPSPEED", JSON | {"zero_optimization": {}}, [], [], "a stage from 0 to 3"),
+        ("DEEPSPEED", JSON | {"zero_optimization": {"stage": 4}}, [], [], "a stage from 0 to 3"),
         ("DEEPSPEED", JSON | {"train_batch_size": 32}, [], [], "train_batch_size is not equal"),
         ("DEEPSPEED", JSON | {"zero_optimization": BUCKETS}, [], [], "zation.reduce_bucket_size'"),
     ],
