@@ -35,7 +35,11 @@ else
 fi
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
-! grep -E "^['\"]?gpu_ids" "$config" | grep -qv all ||
+# One key a line, however the file is written. Where there is no python, the nodes will say so.
+settings=$(python -c 'import sys, yaml
+print(yaml.safe_dump(yaml.safe_load(open(sys.argv[1])), default_flow_style=False))' "$config" \
+    2>/dev/null) || settings=$(<"$config")
+! grep "^gpu_ids" <<<"$settings" | grep -qv all ||
     fail "$config has gpu_ids, but Slurm says which GPUs are yours: leave it out"
 for flag in "${launcher_flags[@]}"; do
     case ${flag//-/_} in
@@ -44,7 +48,7 @@ for flag in "${launcher_flags[@]}"; do
             fail "${flag%%=*} comes from what Slurm granted:" \
                 "ask sbatch for it, with --nodes and --gres" ;;
         __dynamo_backend*)
-            ! grep -Eq "^distributed_type: *['\"]?DEEPSPEED" "$config" ||
+            ! grep -q "^distributed_type: DEEPSPEED" <<<"$settings" ||
                 fail "accelerate (up to 1.15) drops ${flag%%=*} under DeepSpeed: leave it out," \
                     "or use accelerate_configs/fsdp.yaml" ;;
     esac
@@ -105,11 +109,11 @@ per_node=$gpus
 [ "$gpus" -gt 0 ] || per_node=${PROCESSES_PER_NODE:-1}
 [[ $per_node =~ ^[1-9][0-9]*$ ]] ||
     fail "PROCESSES_PER_NODE must be a number from 1 on, got '$per_node'"
-if grep -Eq "^distributed_type: *['\"]?NO" "$config"; then # baseline or DP: one process
+if grep -Eq "^distributed_type: *['\"]?NO" <<<"$settings"; then # baseline or DP: one process
     [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes:" \
         "use sbatch/1node.sh for it, or accelerate_configs/ddp.yaml on several nodes"
     per_node=1
-    [ "$gpus" -lt 2 ] || grep -q data_parallel "$config" ||
+    [ "$gpus" -lt 2 ] || grep -q data_parallel <<<"$settings" ||
         echo "warning: $config uses one of $gpus GPUs: ask for one, with --gres=gpu:1"
 elif [ "$gpus" -gt 0 ] && [ $((cores / gpus)) -lt 4 ]; then
     echo "warning: $cores core(s) for $gpus GPU(s), where the wrappers ask for 4 each: times do" \
@@ -137,7 +141,7 @@ line=(--config_file "$config" --num_machines "$nodes" --num_processes $((nodes *
     --rdzv_backend static --rdzv_conf timeout=300 --main_process_ip "${MASTER_ADDR:-$first}"
     --main_process_port "$port" --deepspeed_multinode_launcher standard)
 # Hybrid sharding, as HSDP: shards inside a node, whose links are fast, and a replica on each node.
-if grep -q '^parallelism_config:' "$config"; then
+if grep -q '^parallelism_config:' <<<"$settings"; then
     [ "$per_node" != 1 ] || fail "$config shards the model inside a node, which has one process" \
         "here: ask for several GPUs per node, or use accelerate_configs/fsdp.yaml"
     line+=(--parallelism_config_dp_replicate_size "$nodes"

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, RUNGS, launch
 from test_bert import TINY
 
@@ -65,6 +66,8 @@ def project(tmp_path_factory):
     sizes = "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
     (configs / "hybrid.yaml").write_text((configs / "fsdp.yaml").read_text() + sizes)
     (configs / "ids.yaml").write_text((configs / "ddp.yaml").read_text() + "gpu_ids: 0,1\n")
+    flow = json.dumps(yaml.safe_load((configs / "ids.yaml").read_text()))  # as YAML may be, too
+    (configs / "flow.yaml").write_text(flow)
     (folder / "saves.py").write_text(SAVES)
     with open(folder / "sbatch" / "site.sh", "a") as site:
         site.write("export FROM_THE_SITE_FILE='read it' MASTER_ADDR=${ADDRESS:-}\n")
@@ -217,6 +220,7 @@ REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
     "--gres=none --gpus=3 sbatch/2node.sh probe.py": "ask for the same on each, with --gres=gpu:N",
     "sbatch/1node.sh accelerate_configs/ids.yaml probe.py": "ids.yaml has gpu_ids",
+    "sbatch/1node.sh accelerate_configs/flow.yaml probe.py": "flow.yaml has gpu_ids",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --gpu_ids 0,1 probe.py": "--gpu_ids comes from",
     "sbatch/2node.sh probe.py --output_dir /dev/shm/x": "n2 does not see what the first",
     "--nodes=1 : --nodes=1 sbatch/1node.sh probe.py": "a heterogeneous job",
