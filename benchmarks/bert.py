@@ -180,7 +180,9 @@ def compare_speed(args, batch):
     runs_of = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, run_side in sides.items():
-            runs_of[name].append(run_side())
+            run = run_side()
+            runs_of[name].append(run)
+            print(f"{name}: {run['windows'] / run['seconds']:,.2f} windows/s", flush=True)
     print(f"\nBatch {batch}, {args.questions} questions, {args.repeats} times\n")
     rates = {
         name: [run["windows"] / run["seconds"] for run in runs] for name, runs in runs_of.items()

@@ -82,6 +82,9 @@ def train(gpus, model, tmp_path_factory):
         words += ["--output_dir", folder]
         done = run([*ACCELERATE, *map(str, words)], folder, env)
         assert done.code == 0, done.err
+        # BERT-base's two checkpoints have 2.6 GB, and there are dozens of runs.
+        for name in ("checkpoints", "best"):
+            shutil.rmtree(folder / name)
         return done
 
     return start
