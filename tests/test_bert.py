@@ -150,6 +150,7 @@ def test_the_record_is_complete(runs):
     assert rates == pytest.approx([1e-3 * (1 - step / STEPS) for step in (9, 12, 19, 23)])
 
 
+@pytest.mark.slow
 def test_the_learning_rate_rises_in_the_warm_up(tmp_path):
     words = [*flags(16), "--num_warmup_steps", 10, "--weight_decay", 0.1, "--with_tracking"]
     result = launch("baseline", SCRIPT, tmp_path, *words, "--logging_steps", 4)

@@ -158,7 +158,10 @@ int flock(int file, int operation) { errno = NUMBER; return -1; }
 """
 
 
-@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("ENOSYS", "EOPNOTSUPP")]
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", *LATER])
 def test_a_disk_without_locks_is_warned_of_and_the_run_goes_on(name, tmp_path):
     """As Lustre without -o flock, and NFS without lockd."""
     if not shutil.which("gcc"):
@@ -178,7 +181,7 @@ def test_a_disk_without_locks_is_warned_of_and_the_run_goes_on(name, tmp_path):
 
 @pytest.mark.parametrize(
     "launcher, shown",
-    [([], 1), (["ddp"], 1), pytest.param(["baseline"], 1, marks=pytest.mark.slow)],
+    [([], 1), *(pytest.param([name], 1, marks=pytest.mark.slow) for name in ("ddp", "baseline"))],
 )
 def test_a_slip_shows_its_line_once_and_ends_with_one_line(launcher, shown, tmp_path):
     """A student's own, in a copy of the script: under a launcher, too, and on all ranks."""

@@ -54,7 +54,8 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
         assert result.losses == expected.losses
 
 
-PLACES = ["flag", "env", *(pytest.param(key, marks=pytest.mark.slow) for key in ("dynamo_", ""))]
+LATER_PLACES = [pytest.param(key, marks=pytest.mark.slow) for key in ("env", "dynamo_", "")]
+PLACES = ["flag", *LATER_PLACES]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -363,6 +363,7 @@ def test_weight_decay_is_the_optimizers():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
 
 
+@pytest.mark.slow
 def test_help_names_the_optimizer_and_python_without_docstrings_trains(tmp_path):
     """Python's -OO takes docstrings away. Warnings of an open file would be errors here."""
     done = run([sys.executable, SCRIPT, "--help"])

@@ -189,8 +189,17 @@ def newest(folder):
     return max((folder / "checkpoints").glob("step_*"))
 
 
-@pytest.mark.parametrize("damage", ["empty", "half", "gone", "of another kind", "[]", '{"run": 3}'])
-@pytest.mark.parametrize("name", ["random_states_1.pkl", "progress.json"])
+DAMAGES = ["empty", "half", "gone", "of another kind"]
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        *(("random_states_0.pkl", damage) for damage in DAMAGES),
+        *(("progress.json", damage) for damage in [*DAMAGES, "[]", '{"run": 3}']),
+        pytest.param("random_states_1.pkl", "empty", marks=SLOW),  # rank 1 lets rank 0 speak first
+    ],
+)
 def test_no_run_goes_on_without_its_random_states_and_its_progress(
     name, damage, undisturbed, tmp_path
 ):
@@ -212,7 +221,7 @@ class Spell:
         return open, (self.file, "w")
 
 
-@pytest.mark.parametrize("form", ["torch", "pickle"])
+@pytest.mark.parametrize("form", ["torch", *slow("pickle")])
 def test_no_file_of_a_checkpoint_of_ddp_or_a_baseline_runs_code(form, undisturbed, tmp_path):
     sign, whole = tmp_path / "sign", undisturbed("ddp")
     names = sorted(file.name for file in newest(whole.folder).iterdir())
