@@ -53,7 +53,6 @@ import torch._dynamo
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState, utils
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import BertForQuestionAnswering
@@ -280,7 +279,7 @@ def batches_to_evaluate(accelerator, loader, signals):
 def evaluate(accelerator, args, model, loader, progress, signals):
     """Note exact match, F1 and loss on the validation questions. Rank 0 writes predictions.json.
 
-    A signal cuts the evaluation short, and --resume repeats it. A collective.
+    A signal ends the evaluation early, and --resume repeats it. A collective.
     """
     began = time.perf_counter()
     model.eval()
@@ -612,18 +611,23 @@ def load_inputs(args):
         )
     tokenizer.truncation_side = "right"
     train_set = eval_set = load_features(read_questions(args, "validation"), tokenizer, args)
-    if args.num_epochs or args.max_train_steps:
+    if trains(args):
         train_set = load_features(read_questions(args, "train"), tokenizer, args)
     return config, tokenizer, train_set, eval_set
+
+
+def trains(args):
+    """Whether the run trains, and does not only evaluate."""
+    return bool(args.num_epochs or args.max_train_steps)
 
 
 def check_hub(args):
     """Take only what is cached if the Hub does not answer: its library would wait for ever, or try
     again for minutes.
     """
-    api = huggingface_hub.HfApi()
     if huggingface_hub.is_offline_mode():
         return
+    api = huggingface_hub.HfApi()
     try:
         if not os.path.isdir(args.model_name_or_path):
             api.model_info(args.model_name_or_path, timeout=20)
@@ -898,7 +902,7 @@ class LengthSampler(Sampler):
 def make_loaders(args, train_set, eval_set, record):
     """The DataLoaders of both splits. A batch is that of all ranks, and each takes its part."""
     sampler = None
-    if args.num_epochs or args.max_train_steps:
+    if trains(args):
         if record["global_batch_size"] > len(train_set):
             abort(f"the global batch of {record['global_batch_size']} is more than all samples")
         sampler = LengthSampler(train_set.lengths, record["global_batch_size"], args.seed)
@@ -980,8 +984,8 @@ def parse_args():
     check_numbers(args, [*may_be_0, "num_epochs", "num_warmup_steps", "weight_decay"])
     if args.resume and not args.output_dir:
         abort("--resume goes on with the run in a folder: name it by --output_dir")
-    trains = args.num_epochs or args.max_train_steps
-    if bool(args.train_file) != bool(args.validation_file) and (trains or args.train_file):
+    one_file = bool(args.train_file) != bool(args.validation_file)
+    if one_file and (trains(args) or args.train_file):
         abort("--train_file and --validation_file go together: give both, or none")
     if os.path.realpath(args.output_dir or "runs") == os.path.realpath(args.model_name_or_path):
         abort("--output_dir is the model's own folder, and its weights would be overwritten")
@@ -1515,6 +1519,8 @@ def cli():
 
 def show_traceback(problem):
     """Let torch's launcher print the traceback in its summary. Without the launcher, print it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     handed_over = False
     # The disk of the launcher's file may be full.
     with contextlib.suppress(OSError):

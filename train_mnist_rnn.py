@@ -48,7 +48,6 @@ import torch._dynamo
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState, utils
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -1003,6 +1002,8 @@ def cli():
 
 def show_traceback(problem):
     """Let torch's launcher print the traceback in its summary. Without the launcher, print it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     handed_over = False
     # The disk of the launcher's file may be full.
     with contextlib.suppress(OSError):

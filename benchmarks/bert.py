@@ -178,15 +178,14 @@ def compare_speed(args, batch):
         sides[f"{SCRIPT}, compiled"] = lambda: train_by_script(args, batch, compiled=True)
         sides["Trainer, grouped by length, compiled"] = lambda: trainer("--grouped", "--compiled")
     runs_of = {name: [] for name in sides}
+    rates = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, run_side in sides.items():
             run = run_side()
             runs_of[name].append(run)
-            print(f"{name}: {run['windows'] / run['seconds']:,.2f} windows/s", flush=True)
+            rates[name].append(run["windows"] / run["seconds"])
+            print(f"{name}: {rates[name][-1]:,.2f} windows/s", flush=True)
     print(f"\nBatch {batch}, {args.questions} questions, {args.repeats} times\n")
-    rates = {
-        name: [run["windows"] / run["seconds"] for run in runs] for name, runs in runs_of.items()
-    }
     rows = [["side", "windows/s", "padded tokens/s", "the script / this", "MFU", "peak MB"]]
     own = runs_of[SCRIPT][0]["record"]
     of_a_window = own["tokens"] / (own["steps"] * batch)

@@ -180,10 +180,10 @@ def test_a_disk_without_locks_is_warned_of_and_the_run_goes_on(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "launcher, shown",
-    [([], 1), *(pytest.param([name], 1, marks=pytest.mark.slow) for name in ("ddp", "baseline"))],
+    "launcher",
+    [[], *(pytest.param([name], marks=pytest.mark.slow) for name in ("ddp", "baseline"))],
 )
-def test_a_slip_shows_its_line_once_and_ends_with_one_line(launcher, shown, tmp_path):
+def test_a_slip_shows_its_line_once_and_ends_with_one_line(launcher, tmp_path):
     """A student's own, in a copy of the script: under a launcher, too, and on all ranks."""
     slip = "save_every = args.checkpointing_steps"
     text = (ROOT / SCRIPT).read_text()
@@ -196,7 +196,7 @@ def test_a_slip_shows_its_line_once_and_ends_with_one_line(launcher, shown, tmp_
     done = run([sys.executable, *map(str, words)])
     sentence = "AttributeError: 'Namespace' object has no attribute 'checkpointing_step'"
     assert done.error_line().startswith(f"error: {sentence}")
-    assert done.err.count(f'mine.py", line {number}, in train') == shown
+    assert done.err.count(f'mine.py", line {number}, in train') == 1
 
 
 @pytest.mark.parametrize("module", [script, train_bert_squad])
@@ -207,12 +207,7 @@ def test_what_the_script_does_not_expect_shows_its_traceback_and_ends_with_one_l
         """What is printed to stderr, and the last line."""
 
         def main(args):
-            try:
-                if before:
-                    raise before
-            except type(before):
-                raise problem from None if before is None else before
-            raise problem
+            raise problem from before
 
         monkeypatch.setattr(module, "main", main)
         monkeypatch.setattr(sys, "argv", ["script", "--output_dir", "/nowhere/run"])
