@@ -22,10 +22,10 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Before torch comes: the CPU plays a device.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+from common.printing import OneLineParser, markdown_table, stop  # noqa: E402
 from planning import patches  # noqa: E402
 from planning.counting import Tally, count_held, peak_memory, resident_memory  # noqa: E402
 from planning.launching import LaunchError, environment_of, read_launch  # noqa: E402
-from planning.printing import OneLineParser, markdown_table, stop  # noqa: E402
 
 # The first step sets up, in the second DDP arranges its buckets, and the third is counted.
 STEPS = 3

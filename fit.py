@@ -21,7 +21,7 @@ import re
 import signal
 from pathlib import Path
 
-from planning.facts import STRATEGIES, UNREADABLE, name_yaml
+from common.facts import STRATEGIES, UNREADABLE, name_yaml
 from planning.memory import (
     SIZES,
     count_parameters,
@@ -30,7 +30,7 @@ from planning.memory import (
     memory_of,
     next_rungs,
 )
-from planning.printing import OneLineParser, markdown_table, stop
+from common.printing import OneLineParser, markdown_table, stop
 
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),

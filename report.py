@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from planning.printing import OneLineParser, own_file, stop
+from common.printing import OneLineParser, own_file, stop
 from reporting.comparing import find_workloads
 from reporting.page import as_html, write_csv, write_page
 from reporting.pictures import draw_workload

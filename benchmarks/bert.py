@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from side_by_side import record, role, row
 
-from planning.facts import flops_utilization
-from planning.printing import markdown_table
+from common.facts import flops_utilization
+from common.printing import markdown_table
 
 SCRIPT = "train_bert_squad.py"
 LENGTH, STRIDE = 384, 128

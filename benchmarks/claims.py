@@ -15,8 +15,8 @@ import argparse
 import numpy as np
 import side_by_side  # noqa: F401  It makes reporting importable.
 
-from planning.facts import STRATEGIES
-from planning.printing import markdown_table
+from common.facts import STRATEGIES
+from common.printing import markdown_table
 from reporting.comparing import find_workloads
 from reporting.records import Figures, Run, Setting
 

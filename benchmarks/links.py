@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import slurm_cluster  # noqa: E402  in the folders above
 
-from planning.printing import markdown_table, stop  # noqa: E402
+from common.printing import markdown_table, stop  # noqa: E402
 
 LINKS = {"1gbit": "32kb", "200mbit": "4kb"}  # rate: burst, for tc's tbf
 DATA = "tests/data/squad_v1.json"

@@ -2,7 +2,7 @@
 
 import bisect
 
-from planning.facts import STRATEGIES, shards_of
+from common.facts import STRATEGIES, shards_of
 
 SIZES = [
     "num_hidden_layers",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 from scipy.stats import dunnett, tukey_hsd
 
-from planning.facts import STRATEGIES, flops_utilization
+from common.facts import STRATEGIES, flops_utilization
 from reporting.records import PROFILED, Figures, Run, Setting
 
 FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most

@@ -11,8 +11,8 @@ from typing import Any
 
 import markdown
 
-from planning.facts import STRATEGIES
-from planning.printing import markdown_table
+from common.facts import STRATEGIES
+from common.printing import markdown_table
 from reporting.answer import sentences
 from reporting.comparing import (
     Cell,

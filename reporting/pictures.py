@@ -12,8 +12,8 @@ from typing import Any
 
 import matplotlib
 
-from planning.facts import STRATEGIES
-from planning.printing import own_file
+from common.facts import STRATEGIES
+from common.printing import own_file
 from reporting.comparing import Cell, Workload, quiet
 
 matplotlib.use("Agg")  # files only, no screen

@@ -24,8 +24,8 @@ from pydantic import (
     ValidationError,
 )
 
-from planning.facts import UNREADABLE, name_yaml
-from planning.printing import one_line
+from common.facts import UNREADABLE, name_yaml
+from common.printing import one_line
 
 # -------- a run.json
 

@@ -4,7 +4,7 @@ import csv
 import re
 from pathlib import Path
 
-from planning.printing import one_line
+from common.printing import one_line
 from reporting.records import Figures, Run, Setting
 
 COLUMNS = ("strategy", "nodes", "gpus_per_node", "seconds")

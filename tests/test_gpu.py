@@ -124,7 +124,7 @@ def test_bf16_runs_save_the_same_names_and_dtypes_under_every_strategy(script, t
 def test_the_link_of_two_gpus(gpus, tmp_path, record_property):
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 sbatch/check.py".split()
+    words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 check.py".split()
     env = {VISIBLE: ",".join(gpus[:2])}
     done = run([*ACCELERATE, *words, "--output_dir", tmp_path], env=env)
     assert done.code == 0, done.err

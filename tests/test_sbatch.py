@@ -285,7 +285,7 @@ def test_check_refuses_gpus_that_torch_cannot_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit, match="^error: .* has a GPU that torch .* is the driver too"):
-        runpy.run_path(str(ROOT / "sbatch" / "check.py"))["main"]()
+        runpy.run_path(str(ROOT / "check.py"))["main"]()
 
 
 def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path):

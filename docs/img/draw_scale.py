@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
 
 from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
 
-from planning.facts import bus_share  # noqa: E402
+from common.facts import bus_share  # noqa: E402
 
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from picture import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from planning import printing  # noqa: E402
+from common import printing  # noqa: E402
 
 COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
 GRAIN = 0.5  # ms: what is nearer than that is drawn as one box

@@ -104,10 +104,11 @@ def flops_utilization(run: Mapping[str, Any]) -> float | None:
     peaks, precision = PEAK.get(run["device_name"]), run["precision"]
     if peaks is None or precision not in ("bf16", "fp16", "no"):
         return None
-    if not run["tokens_per_second"] or not run.get("layers"):
+    sizes: list[Any] = [run.get(name) for name in ("layers", "hidden_size", "intermediate_size")]
+    if not run["tokens_per_second"] or not all(sizes):
         return None
     peak: float = run["devices"] * (peaks[1] if precision == "no" else peaks[0])
-    hidden = run["hidden_size"]
-    parameters = run["layers"] * (4 * hidden * hidden + 2 * hidden * run["intermediate_size"])
+    layers, hidden, inner = sizes
+    parameters = layers * (4 * hidden * hidden + 2 * hidden * inner)
     flops: float = 6 * parameters * run["tokens_per_second"]
     return flops / peak

@@ -9,9 +9,20 @@ tabulate.MIN_PADDING = 0  # of headers: no wider than they have to be
 LONGEST = 500  # characters of an error, or a file's content could fill the terminal
 
 
+def printable(text):
+    """A text as one line. Characters that a terminal obeys, or that turn a text around, are shown
+    as Python writes them: \\x1b.
+    """
+    line = " ".join(str(text).split())
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in line
+    )
+
+
 def one_line(problem):
     """A text or an exception as one line of at most LONGEST characters."""
-    line = " ".join(str(problem).split()).removeprefix("error: ")
+    line = printable(problem).removeprefix("error: ")
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 

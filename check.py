@@ -1,7 +1,7 @@
 """Is the cluster fit? Hosts, devices, and how fast ranks talk: over NCCL or, without GPUs, gloo.
 
     sbatch sbatch/check.sh                                            # two nodes of a cluster
-    accelerate launch --config_file accelerate_configs/ddp.yaml sbatch/check.py    # one machine
+    accelerate launch --config_file accelerate_configs/ddp.yaml check.py    # one machine
 
 leaves check.json in OUTPUT_DIR: latency and bandwidth of each collective.
 """
@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import socket
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +21,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from planning.facts import bus_share  # noqa: E402  in the folder above
-from planning.printing import OneLineParser, stop  # noqa: E402
+from common.facts import bus_share
+from common.printing import OneLineParser, stop
 
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
