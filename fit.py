@@ -22,6 +22,7 @@ import signal
 from pathlib import Path
 
 from common.facts import STRATEGIES, UNREADABLE, name_yaml
+from common.printing import OneLineParser, markdown_table, stop
 from planning.memory import (
     SIZES,
     count_parameters,
@@ -30,7 +31,6 @@ from planning.memory import (
     memory_of,
     next_rungs,
 )
-from common.printing import OneLineParser, markdown_table, stop
 
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.printing import OneLineParser, own_file, stop
 from reporting.comparing import find_workloads
+from reporting.grounds import find_notes
 from reporting.page import as_html, write_csv, write_page
 from reporting.pictures import draw_workload
 from reporting.records import read_runs, unpack
@@ -54,6 +55,8 @@ def write_report(args):
         runs, notes = runs + by_hand, notes + bad_rows
     args.output_dir.mkdir(parents=True, exist_ok=True)
     workloads = find_workloads(runs)
+    for workload in workloads:
+        find_notes(workload)
     pictures = []
     for number, workload in enumerate(workloads, 1):
         suffix = f"-{number}" if len(workloads) > 1 else ""
@@ -66,9 +69,9 @@ def write_report(args):
     text = write_page(workloads, pictures, left_out + notes)
     files = [file for of_workload in pictures for file in of_workload.values()]
     own_file(args.output_dir / "report.md").write_text(text, encoding="utf-8")
+    write_csv(own_file(args.output_dir / "report.csv"), workloads)
     page = as_html(text, args.output_dir, files)
     own_file(args.output_dir / "report.html").write_text(page, encoding="utf-8")
-    write_csv(own_file(args.output_dir / "report.csv"), workloads)
     return text, bool(workloads)
 
 

@@ -5,7 +5,8 @@ A sentence calls a cell faster or slower than another one only where the tests s
 
 from collections.abc import Iterable
 
-from reporting.comparing import Cell, Workload, faults, name_strategy
+from reporting.comparing import Cell, Workload, name_strategy, varies
+from reporting.grounds import AGAIN
 from reporting.records import Run
 
 MANY = 4  # more names than this in a sentence are counted, and the table has them
@@ -40,8 +41,7 @@ def say_baseline(workload: Workload) -> str:
             "There is no speedup, as there is no run of accelerate_configs/baseline.yaml of "
             f"this work on one device{without}."
         )
-    batches = [f" with {cell.batch}" if len(cells) > 1 else "" for cell in cells]
-    texts = [f"{cell.seconds:.2f} s{batch}" for cell, batch in zip(cells, batches, strict=True)]
+    texts = [f"{cell.seconds:.2f} s" + f" ({cell.apart})" * bool(cell.apart) for cell in cells]
     return f"The baseline, one device, trains in {listed(texts)}."
 
 
@@ -52,52 +52,63 @@ def times_as_fast(cells: list[Cell]) -> str:
     return f"{low} times as fast" if low == high else f"{low} to {high} times as fast"
 
 
-def needed(workload: Workload, one: Cell, other: Cell) -> str:
-    """The margin of two cells, in percent."""
+def percent(share: float, digits: int) -> str:
+    """With these digits behind the point, or with one that is not 0."""
+    text = f"{share:.{digits}%}"
+    return text if float(text[:-1]) else f"{100 * share:.1g}%"
+
+
+def in_brackets(workload: Workload, one: Cell, other: Cell, before: str, after: str = "") -> str:
+    """The margin of two cells between these words; nothing if there was no test."""
     margin = workload.margin(one, other)
-    return "unknown" if margin is None else f"{margin:.1%}"
+    return "" if margin is None else f" ({before}{percent(margin, 1)}{after})"
 
 
 def say_fastest(workload: Workload) -> str | None:
-    """Of the cells on several devices that have repeats: those with the shortest training, which
-    are shown to be slower than none.
+    """Of the cells on several devices that have repeats and learn what the baseline learns: those
+    that train on most samples in a second, which are shown to be slower than none.
     """
-    cells = [
+    sound = [
         cell
         for cell in workload.cells
-        if cell.devices > 1 and cell.comparison and len(cell.runs) > 1
+        if cell.devices > 1 and cell.comparison and "loss" not in cell.notes
     ]
+    cells = [cell for cell in sound if len(cell.runs) > 1]
     if not cells:
         return None
-    best, *others = sorted(cells, key=lambda cell: cell.seconds)
+    best, *others = sorted(cells, key=lambda cell: cell.cost)
     assert best.comparison
     if not any(cell.comparison and cell.comparison.sure == "faster" for cell in cells):
+        base = best.comparison.baseline
+        margin = in_brackets(workload, best, base, "the two would have to differ by ")
         return (
             "The repeats show no strategy on several devices to be faster than one device; the "
-            f"best is {best.label}, {times_as_fast([best])} (the two would have to differ by "
-            f"{needed(workload, best, best.comparison.baseline)})."
+            f"best is {best.label}, {times_as_fast([best])}{margin}."
         )
     close = [
         cell
         for cell in others
-        if not any(other.seconds < cell.seconds and workload.differ(other, cell) for other in cells)
+        if not any(other.cost < cell.cost and workload.differ(other, cell) for other in cells)
     ]
+    single = any(cell.cost < best.cost for cell in sound)
+    among = "Of the cells with repeats, the" if single else "The"
     if close:
-        names = [cell.label for cell in (best, *close)]
+        names = listed(cell.label for cell in (best, *close))
+        pair = f"{best.label} and {close[-1].label} would have to differ by "
+        margin = in_brackets(workload, best, close[-1], pair)
         return (
-            f"{listed(names)} are the fastest, {times_as_fast([best, *close])} as one device; "
-            f"their repeats do not tell them apart ({best.label} and {close[-1].label} would have "
-            f"to differ by {needed(workload, best, close[-1])})."
+            f"{among} fastest are {names}, {times_as_fast([best, *close])} as one device; their "
+            f"repeats do not tell them apart{margin}."
         )
     text = (
-        f"The fastest is {best.label}, {times_as_fast([best])} as one device "
+        f"{among} fastest is {best.label}, {times_as_fast([best])} as one device "
         f"(efficiency {best.comparison.efficiency:.0%})"
     )
     if not others:
         return text + "."
-    gain = others[0].seconds / best.seconds - 1
-    margin = needed(workload, best, others[0])
-    return f"{text}, and {gain:.0%} faster than {others[0].label} ({margin} would be enough)."
+    gain = percent(others[0].cost / best.cost - 1, 0)
+    margin = in_brackets(workload, best, others[0], "", " would be enough")
+    return f"{text}, and {gain} faster than {others[0].label}{margin}."
 
 
 def say_scaling(workload: Workload) -> str | None:
@@ -109,14 +120,29 @@ def say_scaling(workload: Workload) -> str | None:
         ("faster", "gains from more devices", "gain from more devices"),
         ("slower", "is slower than one device", "are slower than one device"),
     ):
-        names = [cell.label for cell in cells if cell.comparison and cell.comparison.sure == sure]
+        names = [
+            cell.label
+            for cell in cells
+            if cell.comparison and cell.comparison.sure == sure and "loss" not in cell.notes
+        ]
         if names:
             texts.append(f"{listed(names)} {one if len(names) == 1 else several}")
     return "; ".join(texts) + "." if texts else None
 
 
+# What the answer says before the cells that have a note of the kind.
+GROUNDS = {
+    "loss": "not the baseline's loss, so never the fastest",
+    "scatter": "repeats that scatter more than the others', so the tests may claim too much",
+    "turns": "not measured in turns, so a machine that slows down looks like a slower strategy",
+    "hosts": "repeats that differ by host",
+}
+
+
 def say_faults(workload: Workload) -> str | None:
-    """What to measure again: cells without repeats, short runs, late repeats."""
+    """What to measure again: cells without repeats, short runs, late repeats. And where the tests
+    and the comparisons stand on weak ground.
+    """
     cells = workload.cells
     once = [cell.label for cell in cells if len(cell.runs) == 1]
     texts = []
@@ -124,7 +150,19 @@ def say_faults(workload: Workload) -> str | None:
         texts = ["each cell was measured only once, so nothing says which differences are noise"]
     elif once:
         texts = [f"measured only once: {listed(once)}"]
-    again = [f"{cell.label} ({faults(cell)})" for cell in cells if faults(cell)]
+    for kind, words in GROUNDS.items():
+        noted = [cell for cell in cells if kind in cell.notes]
+        details = [f" ({cell.notes[kind]})" if kind in ("loss", "hosts") else "" for cell in noted]
+        if noted:
+            names = listed(f"{cell.label}{more}" for cell, more in zip(noted, details, strict=True))
+            texts.append(f"{words}: {names}")
+    repeated = [cell for cell in cells if len(cell.runs) > 1]
+    if len(repeated) > 1 and not any(map(varies, repeated)):
+        texts.append("repeats are equal to the digit, so no test says which differences are noise")
+    again = []
+    for cell in cells:
+        words = ", ".join(cell.notes[kind] for kind in AGAIN if kind in cell.notes)
+        again += [f"{cell.label} ({words})"] if words else []
     if len(again) > MANY:
         texts.append(f"{len(again)} of {len(cells)} cells should be measured again (column 'note')")
     elif again:

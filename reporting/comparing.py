@@ -16,12 +16,9 @@ import numpy
 from scipy.stats import dunnett, tukey_hsd
 
 from common.facts import STRATEGIES, flops_utilization
-from reporting.records import PROFILED, Figures, Run, Setting
+from reporting.records import MEANT, Figures, Run, Setting
 
 FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
-FEW_STEPS = 30  # fewer are no measurement
-START = 0.1  # of the training: a longer start is no measurement of steps
-OUTLIER = 0.25  # longer than the median: such a repeat should be taken again
 
 # What was not imported is null in a record, and differs from nothing.
 VERSIONS = ("torch", "accelerate", "deepspeed", "transformers")
@@ -29,9 +26,9 @@ VERSIONS = ("torch", "accelerate", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell against a baseline: the speedup of the medians, and the interval in which Dunnett's
-    test has it, if both have repeats. `sure` is "faster" or "slower", or "" if the repeats do not
-    say.
+    """A cell against a baseline: the speedup of the medians, which is that of the work per second,
+    and the interval in which Dunnett's test has it, if both have repeats. `sure` is "faster" or
+    "slower", or "" if the repeats do not say.
     """
 
     baseline: "Cell"
@@ -50,11 +47,13 @@ class Cell:
     setting: Setting
     runs: list[Run]
     figures: Figures = field(init=False)
+    cost: float = field(init=False)  # seconds of training for each sample; see Run.cost
     median: Run = field(init=False)  # or the run nearest to it
-    apart: str = ""  # from others of its name and shape: batch, cores or options
+    apart: str = ""  # from others of its name and shape: batch or options
     weak: Comparison | None = None  # with a baseline of the same batch per device
     strong: Comparison | None = None  # with a baseline of the same global batch
     by_hand: Comparison | None = None  # of times that were measured by hand
+    notes: dict[str, str] = field(default_factory=dict)  # what weakens it, by reporting/grounds.py
 
     def __post_init__(self) -> None:
         medians = {}
@@ -63,7 +62,8 @@ class Cell:
             values = [value for value in known if value is not None]
             medians[figure.name] = statistics.median(values) if values else None
         self.figures = Figures(**medians)
-        self.median = min(self.runs, key=lambda run: abs(run.seconds - self.seconds))
+        self.cost = statistics.median(run.cost for run in self.runs)
+        self.median = min(self.runs, key=lambda run: abs(run.cost - self.cost))
 
     @property
     def seconds(self) -> float:
@@ -72,8 +72,8 @@ class Cell:
 
     @property
     def logs(self) -> list[float]:
-        """The logarithms of the repeats' times."""
-        return [math.log(run.seconds) for run in self.runs]
+        """The logarithms of what a sample took in each repeat."""
+        return [math.log(run.cost) for run in self.runs]
 
     @property
     def devices(self) -> int:
@@ -118,7 +118,7 @@ class Cell:
     def batch(self) -> str:
         """The batch per device in words."""
         times = self.setting.gradient_accumulation_steps
-        accumulated = f" x {times}" if times and times > 1 else ""
+        accumulated = "" if times == 1 else f" x {times or '?'}"
         return f"batch {self.setting.per_device_batch_size}{accumulated}"
 
     @property
@@ -148,7 +148,7 @@ class Workload:
     values: dict[str, Any]
     cells: list[Cell]
     lost: list[Run]
-    # Of two cells the interval of log(time of the first / time of the second).
+    # Of two cells the interval of log(cost of the first / cost of the second).
     intervals: dict[tuple[Cell, Cell], tuple[float, float]] = field(default_factory=dict)
 
     def differ(self, one: Cell, other: Cell) -> bool:
@@ -218,7 +218,7 @@ def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
     cells = [Cell(values, setting, repeats) for setting, repeats in settings.items()]
     cells.sort(key=order_of)
     tell_apart(cells)
-    lost = [run for run in own if run.problem not in ("", PROFILED)]
+    lost = [run for run in own if run.problem not in ("", *MEANT)]
     workload = Workload(values, cells, lost)
     for cell in cells:
         compare(cell, workload)
@@ -242,32 +242,22 @@ def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
 
 
 def compare(cell: Cell, workload: Workload) -> None:
-    """Set a cell's comparisons: the fastest baseline of equal work counts. Both have to train on as
-    many samples, give or take 1 %.
-    """
-    batch, samples = cell.setting.batch_per_device, cell.figures.samples_trained
-    bases = [
-        base
-        for base in workload.cells
-        if base.is_baseline and as_many(base.figures.samples_trained, samples)
-    ]
+    """Set a cell's comparisons: the fastest baseline with the same batch counts."""
+    batch = cell.setting.batch_per_device
 
     def fastest(batch: int | None) -> Comparison | None:
-        known = [base for base in bases if base.setting.batch_per_device == batch]
-        base = min(known, key=lambda base: base.seconds, default=None)
+        known = [
+            base
+            for base in workload.cells
+            if base.is_baseline and base.setting.batch_per_device == batch
+        ]
+        base = min(known, key=lambda base: base.cost, default=None)
         return judge(cell, base, workload) if base else None
 
     if batch is None:
         cell.by_hand = fastest(None)
     else:
         cell.weak, cell.strong = fastest(batch), fastest(cell.setting.global_batch_size)
-
-
-def as_many(one: float | None, other: float | None) -> bool:
-    """Whether two numbers of samples are equal, to within 1 %; what is not known equals itself."""
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= 0.01 * other
 
 
 # -------- tests
@@ -277,18 +267,24 @@ Intervals = dict[tuple[Cell, Cell], tuple[float, float]]
 
 def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     """The tests of a workload, each a function of the confidence level: Dunnett's for each
-    baseline, and Tukey's among the cells on several devices.
+    baseline, and Tukey's among the cells on several devices. Cells whose repeats are all equal, as
+    times in whole seconds may be, say nothing about chance, and have none.
     """
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     tests: list[Callable[[float], Intervals]] = []
     for base in repeated:
         cells = [cell for cell in repeated if cell is not base and base in cell.baselines]
-        if cells:
+        if cells and any(map(varies, [base, *cells])):
             tests.append(functools.partial(dunnett_intervals, base, cells))
     several = [cell for cell in repeated if cell.devices > 1 and cell.comparison]
-    if len(several) > 1:
+    if len(several) > 1 and any(map(varies, several)):
         tests.append(functools.partial(tukey_intervals, several))
     return tests
+
+
+def varies(cell: Cell) -> bool:
+    """Whether its repeats differ."""
+    return len(set(cell.logs)) > 1
 
 
 def dunnett_intervals(base: Cell, cells: list[Cell], level: float) -> Intervals:
@@ -322,7 +318,7 @@ def quiet() -> Iterator[None]:
 
 def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
     """A cell against a baseline, with what the tests have found so far."""
-    speedup = base.seconds / cell.seconds
+    speedup = base.cost / cell.cost
     known = workload.intervals.get((cell, base))
     if known is None:
         return Comparison(base, speedup, speedup / cell.devices)
@@ -348,33 +344,7 @@ def tell_apart(cells: list[Cell]) -> None:
 
 
 def words_on(cell: Cell) -> dict[str, str]:
-    """The batch, the cores and the options of a cell, each in words."""
+    """The batch and the options of a cell, each in words."""
     words = {"batch": cell.batch}
-    if cell.setting.cores:
-        words["cores"] = f"{cell.setting.cores:g} cores a rank"
     options = json.loads(cell.setting.strategy_options or "{}")
     return words | {name: f"{name}: {json.dumps(value)}" for name, value in options.items()}
-
-
-# -------- what to measure again
-
-
-def faults(cell: Cell) -> str:
-    """What a reader should measure again of a cell, in a few words, or ""."""
-    found = []
-    steps, step = cell.figures.steps, cell.step_seconds
-    start = 1 - step * steps / cell.seconds if step and steps else 0.0
-    late = cell.slowest / cell.seconds - 1
-    cores, threads = cell.setting.cores or math.inf, cell.workload.get("threads") or 0
-    base = cell.comparison.baseline.setting.cores if cell.comparison else None
-    if steps is not None and steps < FEW_STEPS:
-        found.append(f"{steps:.0f} steps are too few")
-    elif start > START:
-        found.append(f"the start took {start:.0%} of the time")
-    if late > OUTLIER:
-        found.append(f"a repeat took {late:.0%} longer than the median")
-    if cores < threads:
-        found.append(f"{cores:g} cores for {threads} threads")
-    if not threads and cores < (base or 0):  # beside GPUs
-        found.append(f"{cores:g} cores a rank, the baseline {base:g}")
-    return ", ".join(found)

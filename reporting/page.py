@@ -12,35 +12,20 @@ from typing import Any
 import markdown
 
 from common.facts import STRATEGIES
-from common.printing import markdown_table
+from common.printing import markdown_table, printable
 from reporting.answer import sentences
 from reporting.comparing import (
     Cell,
     Comparison,
     Workload,
-    faults,
     find_differences,
     name_strategy,
     order_of,
 )
 from reporting.records import Run
 
+HERE = Path(__file__).parent
 WIDE = 6  # strategies in a table of the first page; more of them make another table
-
-KINDS = """Speedup = time of the baseline, one device, / time; efficiency = speedup / devices. The
-time is `seconds`, all of training, the median over the repeats. *Weak scaling*: each device has as
-much to do in a step as the baseline, so the global batch grows, an epoch has fewer steps, and the
-losses differ. *Strong scaling*: the global batch and the steps are those of the baseline. Of times
-that were measured by hand, you answer for the work being the same.
-
-**The rule.** Dunnett's test compares cells with their baseline, and Tukey's test compares the cells
-on several devices with each other, both on logarithms of the times of all repeats. Each test has
-5 % divided by the number of tests in this report. So if all cells were equally fast, at most 5 % of
-such reports would call any of them faster or slower. *From-to* is the interval of the speedup by
-this test, *margin* is by how much this pair has to differ, and *sure* says whether it does. The
-tests compare means of logarithms, so they may differ a little from what the medians suggest.
-
-*Note* names what to measure again. All columns are explained in docs/report.md."""
 
 
 # -------- Markdown
@@ -48,7 +33,7 @@ tests compare means of logarithms, so they may differ a little from what the med
 
 def plain(text: Any) -> str:
     """A text as Markdown and HTML show it, whatever characters it has."""
-    escaped = html.escape(" ".join(str(text).split()), quote=False)
+    escaped = html.escape(printable(text), quote=False)
     return re.sub(r"[\\`*\[\]|!~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", escaped)
 
 
@@ -120,7 +105,8 @@ def write_page(
         more += [heading, *details(workload)]
     if left_out:
         more += ["## Not in the tables", "\n".join(f"- {plain(line)}" for line in left_out)]
-    blocks = [*first, *more, "## How to read the tables", KINDS]
+    how_to_read = (HERE / "how-to-read.md").read_text(encoding="utf-8").rstrip()
+    blocks = [*first, *more, "## How to read the tables", how_to_read]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -205,6 +191,9 @@ def shape_tables(
     lost.clear()
     places = sorted({place for _, place in found}, key=lambda it: (it[0] * it[1], it[0], it[2]))
     names = sorted(order, key=lambda name: (order[name], name))
+    samples = [cell.figures.samples_trained or 0 for cell, one in pairs if one]
+    if samples and min(samples) < 0.99 * max(samples):
+        caption += " They trained on unlike numbers of samples: a speedup is that of one sample."
     yield caption
     for first in range(0, len(names), WIDE):
         rows = []
@@ -212,7 +201,7 @@ def shape_tables(
             row = {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2] or None}
             for name in names[first : first + WIDE]:
                 cells = found.get((name, place), [""])
-                # Several differ in cores, micro-batches or shards: the first is the fastest.
+                # Several differ in micro-batches or options: the first is the fastest.
                 more = f" (fastest of {len(cells)})" if len(cells) > 1 else ""
                 row[name] = cells[0] + more
             rows.append(row)
@@ -261,8 +250,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
         "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
-        "cores per rank": show(cell.setting.cores, "{:g}"),
-        "note": faults(cell),
+        "note": ", ".join(cell.notes.values()),
         "median run": cell.median.name,
         "log": cell.median.log,
     }
@@ -283,9 +271,8 @@ def describe_comparisons(workload: Workload) -> Iterator[str]:
         yield table(
             [
                 name_cell(cell)
+                | costs(cell, one.baseline)
                 | {
-                    "baseline in s": f"{one.baseline.seconds:.2f}",
-                    "seconds": f"{cell.seconds:.2f}",
                     "speedup": f"{one.speedup:.2f}",
                     "from-to": one.low and f"{one.low:.2f}-{one.high:.2f}",
                     "efficiency": f"{one.efficiency:.0%}",
@@ -299,8 +286,21 @@ def describe_comparisons(workload: Workload) -> Iterator[str]:
     if without and len(without) < len(workload.cells):
         yield (
             "Cells that are in none of these have no baseline with the same batch per device or "
-            "the same global batch that trained on as many samples (1 % more or less)."
+            "the same global batch."
         )
+
+
+def costs(cell: Cell, base: Cell) -> dict[str, str]:
+    """From what the speedup is computed."""
+    samples = cell.figures.samples_trained
+    if samples is None:
+        return {"baseline in s": f"{base.seconds:.2f}", "seconds": f"{cell.seconds:.2f}"}
+    return {
+        "seconds": f"{cell.seconds:.2f}",
+        "samples": f"{samples:,.0f}",
+        "ms per sample": f"{1000 * cell.cost:.3f}",
+        "baseline's": f"{1000 * base.cost:.3f}",
+    }
 
 
 def ranks_of(cell: Cell) -> list[dict[str, Any]]:
@@ -310,7 +310,6 @@ def ranks_of(cell: Cell) -> list[dict[str, Any]]:
         | {
             "peak MB": show(rank.peak_memory_mb, "{:,.0f}"),
             "device": rank.device_name,
-            "cores": rank.cores,
         }
         for rank in cell.median.ranks
     ]
@@ -318,42 +317,35 @@ def ranks_of(cell: Cell) -> list[dict[str, Any]]:
 
 # -------- HTML and CSV
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1rem; }
-img { max-width: 100%; height: auto; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85em; }
-th, td { border: 1px solid #bbb; padding: 0.2em 0.5em; text-align: left; }
-td { white-space: nowrap; }
-td:empty { background: #f6f6f6; }
-p, li, h1, h2 { overflow-wrap: anywhere; }
-@page { size: A4; margin: 12mm; }
-@media print {
-  body { max-width: none; padding: 0; font-size: 10pt; }
-  .table { overflow: visible; }
-  table { font-size: 6.5pt; width: 100%; }
-  th, td { white-space: normal; overflow-wrap: anywhere; padding: 1pt 2pt; }
-  img { width: 49%; }
-  img, tr { break-inside: avoid; }
-  h1, h2 { break-after: avoid; }
-}
-"""
-
 
 def as_html(text: str, folder: Path, pictures: list[str]) -> str:
-    """The Markdown of a report as one HTML file; the pictures, which lie in `folder`, are in it."""
+    """The Markdown of a report as one HTML file. The pictures and report.csv, which lie in
+    `folder`, are in it, also as links by which a reader saves them.
+    """
     body = markdown.markdown(text.replace("<", "&lt;"), extensions=["tables", "sane_lists"])
+    body = re.sub(r"(?<=;\">)[^<]+(?=</td>)", lambda cell: may_break(cell[0]), body)
     body = body.replace("<table>", '<div class="table"><table>')
     body = body.replace("</table>", "</table></div>")
-    for picture in pictures:
-        data = base64.b64encode((folder / picture).read_bytes()).decode()
-        body = body.replace(f'src="{picture}"', f'src="data:image/svg+xml;base64,{data}"')
+    body = body.replace("<h1>Details</h1>", '<div class="details">\n<h1>Details</h1>') + "</div>"
+    links = []
+    for name in ["report.csv", *pictures]:
+        kind = "text/csv" if name.endswith(".csv") else "image/svg+xml"
+        data = f"data:{kind};base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
+        body = body.replace(f'src="{name}"', f'src="{data}"')
+        links.append(f'<a download="{name}" href="{data}">{name}</a>')
+    style = (HERE / "style.css").read_text(encoding="utf-8")
+    body += f"\n<p>To save: {', '.join(links)}.</p>"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Report</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>Report</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def may_break(cell: str) -> str:
+    """A cell that may go on in the next line after each 24 characters without a space."""
+    return re.sub(r"(?:&#?\w+;|[^\s&]){24}", r"\g<0><wbr>", cell)
 
 
 def write_csv(path: Path, workloads: list[Workload]) -> None:
@@ -361,9 +353,19 @@ def write_csv(path: Path, workloads: list[Workload]) -> None:
     rows = [plain_row(cell) for workload in workloads for cell in workload.cells]
     names = list(dict.fromkeys(name for row in rows for name in row)) or ["strategy"]
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        writer.writerow([harmless(name) for name in names])
+        writer.writerows([harmless(row.get(name)) for name in names] for row in rows)
+
+
+def harmless(value: Any) -> Any:
+    """A text that no spreadsheet takes for a formula; a number as it is.
+    https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def plain_row(cell: Cell) -> dict[str, Any]:

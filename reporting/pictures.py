@@ -1,31 +1,33 @@
-"""The pictures of a report, as SVG: time and speedup over the number of devices, a line for each
-strategy and batch.
+"""The pictures of a report, as SVG: efficiency over the number of devices, a line for each strategy
+and batch; and what a strategy trades, memory for speed.
 
-They have to be legible in grey and on a phone: lines differ in marker and dash, and the legend is
-below the axes. A picture has at most MOST lines: those that reach the most devices, and of these
+They have to be legible in grey and on a phone: lines differ in marker and dash, and each has its
+name beside it. A picture has at most MOST names: those that reach the most devices, and of these
 the fastest; it says how many it leaves out, and the table has them.
 """
 
-import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from common.facts import STRATEGIES
-from common.printing import own_file
-from reporting.comparing import Cell, Workload, quiet
+from common.printing import own_file, printable
+from reporting.comparing import Cell, Comparison, Workload, quiet
 
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot  # noqa: E402  after the choice above
 
-MOST = 12  # lines of a picture
-LONGEST = 44  # characters of a name
+MOST = 12  # lines or points of a picture
+LONGEST = 34  # characters of a name
+HEIGHT = 0.055  # of a name, in heights of the axes
 STYLE: Any = {
     "font.size": 11,
     "font.family": ["DejaVu Sans", "sans-serif"],
     "axes.titlesize": 11,
-    "legend.fontsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "report",  # the same file from the same records
     "text.parse_math": False,  # a $ in a name is a $
@@ -42,101 +44,179 @@ DASHES: list[Any] = ["-", ":", "--", "-.", (0, (7, 2, 1, 2)), (0, (2, 2)), (0, (
 DASHES += [(0, (5, 1)), (0, (3, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (1, 3))]
 LOOKS = dict(zip(STRATEGIES, zip(MARKERS, DASHES, strict=True), strict=True))
 
-Point = tuple[Cell, float, float, float]  # a cell, its value, and the ends of the band
+Point = tuple[Cell, Comparison]
+Named = tuple[str, float, float, str]  # a name, where its point is, and its colour
 
 
 def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, str]:
     """The pictures of one workload, their names with this suffix; returns {name: file}."""
-    cells, files = workload.cells, {}
-    points = {"time": [(cell, cell.seconds, cell.fastest, cell.slowest) for cell in cells]}
-    for name, kinds in {"speedup": ("weak", "by_hand"), "speedup-strong": ("strong",)}.items():
-        pairs = [(cell, getattr(cell, kind)) for cell in cells for kind in kinds]
-        points[name] = [
-            (cell, one.speedup, one.low or one.speedup, one.high or one.speedup)
-            for cell, one in pairs
-            if one
-        ]
-    titles = {
-        "time": "seconds of training (less is better)",
-        "speedup": "speedup (more is better)",
-        "speedup-strong": "speedup, global batch fixed (more is better)",
-    }
+    files: dict[str, str] = {}
+    model = workload.values.get("model")
+    head = f"{shorten(model)}\n" if model else ""
+
+    def save(name: str, figure: Any) -> None:
+        files[name] = f"{name}{suffix}.svg"
+        figure.savefig(own_file(folder / files[name]), metadata=NO_METADATA)
+        pyplot.close(figure)
+
+    kinds = {"efficiency": ("weak", "by_hand"), "efficiency-strong": ("strong",)}
     with quiet(), pyplot.rc_context(STYLE):  # A missing glyph is no matter: text stays text.
-        for name, of_cells in points.items():
-            if name != "time" and all(cell.devices == 1 for cell, *_ in of_cells):
-                continue
-            model = workload.values.get("model")
-            title = (f"{shorten(model)}\n" if model else "") + titles[name]
-            figure = draw(of_cells, title, ideal=name != "time")
-            files[name] = f"{name}{suffix}.svg"
-            figure.savefig(own_file(folder / files[name]), metadata=NO_METADATA)
-            pyplot.close(figure)
+        for name, of_kind in kinds.items():
+            pairs = [(cell, getattr(cell, kind)) for cell in workload.cells for kind in of_kind]
+            points = [(cell, one) for cell, one in pairs if one and not cell.is_baseline]
+            if any(cell.devices > 1 for cell, _ in points):
+                fixed = ", global batch fixed" if name.endswith("strong") else ""
+                save(name, draw_efficiency(points, f"{head}efficiency{fixed} (more is better)"))
+        shape, cells = find_trade(workload)
+        if len(cells) > 1:
+            save("trade", draw_trade(cells, f"{head}speed and memory on {shape}"))
     return files
 
 
 def shorten(text: str) -> str:
+    text = printable(text)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def group_lines(points: list[Point]) -> dict[str, list[Point]]:
-    """The points of each line in the order of devices and nodes, by its name."""
-    batches = {cell.setting.batch_per_device for cell, *_ in points}
+def name_in(cell: Cell, cells: list[Cell]) -> str:
+    """What tells a cell from these others, but for the devices."""
+    batches = {other.setting.batch_per_device for other in cells}
+    batch = cell.batch if len(batches) > 1 and cell.batch not in cell.apart else ""
+    return ", ".join(word for word in (cell.name, batch, cell.apart) if word)
+
+
+def look_of(cell: Cell) -> dict[str, Any]:
+    """How its points are drawn: filled on one node, hollow on several nodes."""
+    colour = COLOUR_OF.get(cell.setting.strategy.split("_")[0], "#56B4E9")
+    return {
+        "color": colour,
+        "marker": LOOKS.get(cell.setting.strategy, ("x", "-"))[0],
+        "markersize": 9 if cell.setting.activation_checkpointing else 6,
+        "markerfacecolor": colour if cell.setting.nodes == 1 else "white",
+    }
+
+
+def spread_out(heights: list[float]) -> list[float]:
+    """Ascending heights of names, each moved up until it is HEIGHT above the one below it, and then
+    all down by half of what the highest has moved.
+    """
+    found = heights[:1]
+    for height in heights[1:]:
+        found.append(max(height, found[-1] + HEIGHT))
+    return [height - (found[-1] - heights[-1]) / 2 for height in found]
+
+
+def write_names(axes: Any, named: list[Named]) -> None:
+    """Each name to the right of the axes, with a thin line from its point to it."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    named = sorted(named, key=lambda one: one[2])
+    ends = [to_axes.transform((x, y)) for _, x, y, _ in named]
+    heights = spread_out([end[1] for end in ends])
+    for (name, *_, colour), end, height in zip(named, ends, heights, strict=True):
+        axes.annotate(
+            shorten(name),
+            xy=end,
+            xytext=(1.04, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=colour,
+            arrowprops={"arrowstyle": "-", "color": "0.75", "linewidth": 0.6, "shrinkB": 4},
+        )
+
+
+# -------- efficiency
+
+
+def draw_efficiency(points: list[Point], title: str) -> Any:
+    """A bar at a point is the interval of the test. Of several shapes with as many devices, the
+    line takes that with the fewest nodes.
+    """
     lines: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point[0].devices, point[0].setting.nodes)):
-        cell = point[0]
-        batch = cell.batch if len(batches) > 1 and cell.batch not in cell.apart else ""
-        name = ", ".join(word for word in (cell.name, batch, cell.apart) if word)
-        lines.setdefault(name, []).append(point)
-    return lines
-
-
-def rank_line(points: list[Point]) -> tuple[bool, int, float]:
-    """Baselines come first, then lines that reach the most devices, and of these the best."""
-    last = points[-1][0]
-    return not last.is_baseline, -last.devices, last.seconds
-
-
-def draw(points: list[Point], title: str, ideal: bool) -> Any:
-    """Filled markers are on one node, hollow ones on several nodes. Repeats, or the interval of a
-    speedup, are a band. Of several shapes with as many devices, the line takes that with the fewest
-    nodes.
-    """
-    lines = group_lines(points)
+        lines.setdefault(name_in(point[0], [cell for cell, _ in points]), []).append(point)
     telling = sorted(lines, key=lambda name: rank_line(lines[name]))[:MOST]
-    columns = 2 if max(map(len, telling)) < 24 else 1
-    height = 3.4 + 0.22 * math.ceil(len(telling) / columns)
-    figure, axes = pyplot.subplots(figsize=(5.0, height), layout="constrained")
-    for name in lines:
-        if name in telling:
-            draw_line(axes, shorten(name), lines[name])
-    counts = sorted({cell.devices for cell, *_ in points})
-    axes.set(xlabel="devices (hollow: several nodes)", title=title, xscale="log", yscale="log")
-    if ideal:
-        axes.plot(counts, counts, color="0.6", linewidth=1, label="ideal", zorder=0)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
-    axes.set_xticks(counts, map(str, counts))
-    low, high = (math.floor(math.log2(end)) for end in axes.get_ylim())
-    axes.set_yticks([2.0**power for power in range(low, high + 2)])
+    counts = sorted({cell.devices for cell, _ in points})
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    named: list[Named] = []
+    for number, name in enumerate(name for name in lines if name in telling):
+        # Side by side, so that the bars of several lines are seen.
+        aside = 0.03 * (number - (len(telling) - 1) / 2)
+        named.append(draw_line(axes, name, lines[name], counts, aside))
     left = len(lines) - len(telling)
-    legend = f"{left} more lines in the table under Details" if left else None
-    figure.legend(loc="outside lower center", ncols=columns, title=legend, title_fontsize=9)
+    more = f"; {left} more lines in the table under Details" if left else ""
+    axes.axhline(100, color="0.4", linewidth=1, zorder=0)
+    highest = max(
+        100 * (one.high or one.efficiency * cell.devices) / cell.devices for cell, one in points
+    )
+    axes.set(title=title, xlabel=f"devices (hollow: several nodes){more}", ylabel="percent")
+    axes.set(ylim=(0, max(110, min(highest * 1.05, 200))), xlim=(-0.4, len(counts) - 0.6))
+    axes.set_xticks(range(len(counts)), map(str, counts))
+    write_names(axes, named)
     return figure
 
 
-def draw_line(axes: Any, name: str, points: list[Point]) -> None:
-    cell = points[0][0]
-    color = COLOUR_OF.get(cell.setting.strategy.split("_")[0], "#56B4E9")
-    marker, line = LOOKS.get(cell.setting.strategy, ("x", "-"))
-    size = 9 if cell.setting.activation_checkpointing else 5
-    shape: Any = {"color": color, "marker": marker, "markersize": size}
-    on_line = {point[0].devices: point for point in reversed(points)}
-    counts = sorted(on_line)
-    cells, values, lows, highs = zip(*(on_line[count] for count in counts), strict=True)
-    fill = "full" if cells[0].setting.nodes == 1 else "none"
-    axes.plot(counts, values, linestyle=line, label=name, fillstyle=fill, **shape)
-    for cell, value, *_ in points:
-        if cell not in cells or fill == "full" and cell.setting.nodes > 1:
-            axes.plot(cell.devices, value, linestyle="", markerfacecolor="white", **shape)
-    axes.fill_between(counts, lows, highs, color=color, alpha=0.2, linewidth=0)
+def rank_line(points: list[Point]) -> tuple[int, float]:
+    """Lines that reach the most devices come first, and of these the best."""
+    last = points[-1][0]
+    return -last.devices, last.cost
+
+
+def draw_line(axes: Any, name: str, points: list[Point], counts: list[int], aside: float) -> Named:
+    """Draw a line, and say where it ends."""
+    on_line = {cell.devices: 100 * one.efficiency for cell, one in reversed(points)}
+    places = [counts.index(devices) + aside for devices in sorted(on_line)]
+    heights = [on_line[devices] for devices in sorted(on_line)]
+    look, (_, dash) = look_of(points[0][0]), LOOKS.get(points[0][0].setting.strategy, ("x", "-"))
+    axes.plot(places, heights, color=look["color"], linestyle=dash, linewidth=1.5)
+    for cell, one in points:
+        place, height = counts.index(cell.devices) + aside, 100 * one.efficiency
+        axes.plot(place, height, linestyle="", **look_of(cell))
+        if one.low and one.high:
+            ends = 100 * one.low / cell.devices, 100 * one.high / cell.devices
+            axes.vlines(place, *ends, color=look["color"], linewidth=1)
+    return name, places[-1], heights[-1], look["color"]
+
+
+# -------- what a strategy trades
+
+
+def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
+    """The shape that most strategies have, of these the one with the most devices, and its cells of
+    which speed and memory are known: of each strategy the fastest. The baseline is one of them.
+    """
+    known = [
+        cell
+        for cell in workload.cells
+        if cell.figures.samples_per_second and cell.figures.training_memory_mb
+    ]
+    several = [cell for cell in known if cell.devices > 1]
+    counts = Counter(shape for shape, _ in {(cell.setting.shape, cell.name) for cell in several})
+    if not counts:
+        return "", []
+    devices = {cell.setting.shape: cell.devices for cell in several}
+    shape = max(counts, key=lambda shape: (counts[shape], devices[shape]))
+    fastest: dict[str, Cell] = {}
+    for cell in sorted(known, key=lambda cell: cell.cost):
+        if cell.setting.shape == shape or cell.is_baseline:
+            fastest.setdefault(cell.name, cell)
+    return shape, list(fastest.values())[:MOST]
+
+
+def draw_trade(cells: list[Cell], title: str) -> Any:
+    """A point for each strategy. Its memory is that of training alone, on the fullest device."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    named: list[Named] = []
+    for cell in cells:
+        memory, speed = cell.figures.training_memory_mb, cell.figures.samples_per_second
+        assert memory and speed
+        axes.plot(memory, speed, linestyle="", **look_of(cell))
+        more = " (one device)" if cell.is_baseline else ""
+        named.append((cell.name + more, memory, speed, look_of(cell)["color"]))
+    axes.set(title=f"{title}\n(up and to the left is better)", ylabel="samples per second")
+    axes.set(xlabel="MB of each device for training alone")
+    axes.set_xlim(0, 1.05 * max(memory for _, memory, *_ in named))
+    axes.set_ylim(0, 1.1 * max(speed for *_, speed, _ in named))
+    write_names(axes, named)
+    return figure

@@ -8,15 +8,18 @@ import csv
 import json
 import os
 import shutil
+import tarfile
 import tempfile
 import zipfile
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
     AllowInfNan,
+    AwareDatetime,
     BaseModel,
     ConfigDict,
     Field,
@@ -76,7 +79,6 @@ class Rank(Strict):
     peak_memory_mb: Amount | None = None
     memory_before_mb: Amount | None = None
     device_name: str | None = None
-    cores: Count | None = None  # that the rank may use, with the other ranks of its host
 
 
 class Record(Strict):
@@ -106,11 +108,16 @@ class Record(Strict):
     resumed_from: str | None = None
     profiled: bool | None = None
     slurm_job_id: str | int | None = None
+    began: AwareDatetime | None = None
 
 
 # -------- a run, as the report knows it
 
 PROFILED = "profiled: not a timing"
+EVALUATED = "evaluated: no training"
+MEANT = (PROFILED, EVALUATED)  # by the user, so nothing is lost
+LONGEST = 4000  # characters of the options of a strategy, or of the workload's fields
+LARGEST, MOST = 2**30, 50_000  # bytes and members of an archive
 # The word before the colon is the reason that the answer names.
 STATUS = {
     "completed": "",
@@ -132,7 +139,6 @@ class Setting:
     global_batch_size: int | None = None
     strategy_options: str | None = None  # as JSON
     activation_checkpointing: bool = False
-    cores: float | None = None  # of the CPU, for each rank
 
     @property
     def devices(self) -> int:
@@ -162,6 +168,7 @@ class Figures:
     training_memory_mb: float | None = None  # the peak without what was there before the model
     samples_trained: float | None = None
     steps: float | None = None
+    first_loss: float | None = None
     last_loss: float | None = None
 
 
@@ -176,6 +183,14 @@ class Run:
     figures: Figures = field(default_factory=Figures)
     ranks: list[Rank] = field(default_factory=list)
     log: str | None = None
+    began: datetime | None = None
+
+    @property
+    def cost(self) -> float:
+        """Seconds of training for each sample trained on; of times by hand, whose samples are not
+        known, all seconds.
+        """
+        return self.seconds / (self.figures.samples_trained or 1)
 
     @property
     def seconds(self) -> float:
@@ -191,7 +206,27 @@ def read_record(path: Path) -> Record:
         raise ValueError(f"status: {record.status!r} is not known")
     if record.devices % record.nodes:
         raise ValueError(f"devices: {record.devices} are not as many on each of the nodes")
+    for name in ("strategy_options", "workload"):
+        if len(record.model_dump_json(include={name})) > LONGEST:
+            raise ValueError(f"{name}: it has more than {LONGEST:,} characters")
+    if record.status == "completed":
+        check_ranks(record)
     return record
+
+
+def check_ranks(record: Record) -> None:
+    """Raises ValueError if a record does not have each of its ranks once, or if its batches
+    contradict each other. DP's one process has all devices.
+    """
+    processes = 1 if record.strategy == "dp" else record.devices
+    ranks = sorted(rank.rank for rank in record.ranks)
+    if len(ranks) != processes or ranks != list(range(len(ranks))):
+        raise ValueError(f"ranks: they are not those from 0 to {processes - 1}, each once")
+    batch = (record.per_device_batch_size or 0) * (record.gradient_accumulation_steps or 1)
+    if batch * record.devices not in (0, record.global_batch_size):
+        raise ValueError(
+            f"global_batch_size: {record.devices} x {batch} are not {record.global_batch_size}"
+        )
 
 
 def make_run(record: Record, path: Path, folder: Path) -> Run:
@@ -204,6 +239,8 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         problem = "resumed: not a timing"
     if not problem and record.profiled:
         problem = PROFILED
+    if not problem and not record.steps:
+        problem = EVALUATED
     if not problem and not (record.seconds.train and record.seconds.total):
         raise ValueError("seconds: the times of a run have to be greater than 0")
     inside = path.parent.resolve() == folder.resolve()
@@ -215,6 +252,7 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         figures=find_figures(record),
         ranks=record.ranks,
         log=log,
+        began=record.began,
     )
 
 
@@ -238,8 +276,6 @@ def find_workload(record: Record) -> dict[str, Any]:
 
 def find_setting(record: Record) -> Setting:
     options = record.strategy_options or {}
-    on_host = Counter(rank.host for rank in record.ranks)
-    cores = [rank.cores / on_host[rank.host] for rank in record.ranks if rank.cores]
     return Setting(
         strategy=name_yaml(record.strategy, options),
         nodes=record.nodes,
@@ -249,7 +285,6 @@ def find_setting(record: Record) -> Setting:
         global_batch_size=record.global_batch_size,
         strategy_options=json.dumps(options, sort_keys=True),
         activation_checkpointing=bool(record.activation_checkpointing),
-        cores=min(cores) if cores else None,
     )
 
 
@@ -269,6 +304,7 @@ def find_figures(record: Record) -> Figures:
         training_memory_mb=max(added) if len(added) == len(record.ranks) else None,
         samples_trained=record.steps * record.global_batch_size,
         steps=record.steps,
+        first_loss=record.loss_history[0][1] if record.loss_history else None,
         last_loss=record.loss_history[-1][1] if record.loss_history else None,
     )
 
@@ -286,8 +322,8 @@ def find_log(path: Path, record: Record, folder: Path) -> str | None:
 
 
 def unpack(path: Path) -> Path:
-    """A folder of runs as it is; a compressed one (such as .tar.xz) unpacked into a fresh folder.
-    Raises ValueError.
+    """A folder of runs as it is; a compressed one (.zip, .tar.xz and other .tar) unpacked into a
+    fresh folder. Raises ValueError.
     """
     if path.is_dir():
         return path
@@ -295,12 +331,30 @@ def unpack(path: Path) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         if zipfile.is_zipfile(path):
-            shutil.unpack_archive(path, folder, "zip")  # It drops names that lead outside.
+            with zipfile.ZipFile(path) as zipped:
+                check_sizes(member.file_size for member in zipped.infolist())
+                zipped.extractall(folder)  # It drops names that lead outside.
         else:
-            shutil.unpack_archive(path, folder, filter="data")  # It refuses them.
-    except Exception as problem:  # each kind of archive has its own
-        raise ValueError(f"{path} is neither a folder nor a compressed one: {problem}") from None
+            with tarfile.open(path) as tar:
+                check_sizes(member.size for member in tar)
+                tar.extractall(folder, filter="data")  # It refuses them.
+    except (tarfile.ReadError, zipfile.BadZipFile):
+        raise ValueError(f"{path} is neither a folder nor a whole .zip or .tar archive") from None
+    except Exception as problem:  # each kind of compression has its own
+        raise ValueError(f"cannot unpack {path}: {problem}") from None
     return Path(folder)
+
+
+def check_sizes(sizes: Iterable[int]) -> None:
+    """Raises ValueError if the members of an archive are too large, or too many."""
+    total = 0
+    for number, size in enumerate(sizes, 1):
+        total += size
+        if total > LARGEST or number > MOST:
+            raise ValueError(
+                f"it has more than {LARGEST / 2**30:.0f} GiB, or {MOST:,} files; pack run.json, "
+                "sweep.csv and *.log only"
+            )
 
 
 def find_files(folder: Path, name: str) -> list[Path]:
@@ -320,6 +374,8 @@ def find_files(folder: Path, name: str) -> list[Path]:
 
 def explain(problem: Exception) -> str:
     """What is wrong with a record, in a few words."""
+    if type(problem) is ValueError:  # one of ours
+        return one_line(problem)
     if isinstance(problem, ValidationError):
         first = problem.errors()[0]
         place = ".".join(map(str, first["loc"]))

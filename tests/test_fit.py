@@ -2,6 +2,8 @@
 what is counted on a CPU.
 """
 
+import json
+import math
 import re
 import shlex
 import sys
@@ -176,6 +178,24 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384)
             optimizer.zero_grad()
     total = memory.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
     assert live.peak == pytest.approx(total, rel=0.1)
+
+
+def test_zeros_buffers_are_what_its_json_asks_for(fit_says):
+    """In fp32, of 4 bytes: two buckets of 10 million elements; and with offload the largest
+    parameter, the embeddings of words; in ZeRO-3 a bucket and 30 million live parameters. On two
+    devices, the copy of the gradients in the optimizer's step is larger than two buckets.
+    """
+    words = 4 * 30_522 * 768
+    expected = {"zero1": 80e6, "zero2": 80e6, "zero2_offload": 80e6 + words, "zero3": 160e6}
+    expected["zero3_offload"] = 160e6
+    rows, _ = fit_says("40GB", "--num_processes", "8")
+    assert {name: int(rows[name]["buffers"]) for name in expected} == {
+        name: math.ceil(size / 1e6) for name, size in expected.items()
+    }
+    rows, _ = fit_says("40GB", "--num_processes", "2")
+    assert int(rows["zero2"]["buffers"]) == math.ceil(4 * PSI / 2 / 1e6)
+    model = json.loads((ROOT / "accelerate_configs" / "zero3.json").read_text())
+    assert model["zero_optimization"]["stage3_max_live_parameters"] == memory.LIVE
 
 
 def explained(strategy, options=None, peak=0, work=None, **changes):
