@@ -173,7 +173,7 @@ def shape_tables(
     """
     found: dict[tuple[str, Place], list[str]] = {}
     order: dict[str, int] = {}  # of the columns
-    for cell, one in sorted(pairs, key=lambda pair: pair[0].seconds):
+    for cell, one in sorted(pairs, key=lambda pair: pair[0].cost):
         gain = f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %" if one else ""
         if not cell.is_baseline:
             setting = cell.setting
@@ -382,7 +382,9 @@ def plain_row(cell: Cell) -> dict[str, Any]:
             "fastest": cell.fastest,
             "slowest": cell.slowest,
             "step_seconds": cell.step_seconds,
+            "seconds_per_sample": cell.cost if cell.figures.samples_trained else None,
             "mfu": cell.mfu,
+            "note": ", ".join(cell.notes.values()),
             "fixed": cell.fixed,
             "weak_speedup": cell.weak and cell.weak.speedup,
             "strong_speedup": cell.strong and cell.strong.speedup,

@@ -138,7 +138,7 @@ def draw_efficiency(points: list[Point], title: str) -> Any:
         lines.setdefault(name_in(point[0], [cell for cell, _ in points]), []).append(point)
     telling = sorted(lines, key=lambda name: rank_line(lines[name]))[:MOST]
     counts = sorted({cell.devices for cell, _ in points})
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(5.4, 4.2), layout="constrained")
     named: list[Named] = []
     for number, name in enumerate(name for name in lines if name in telling):
         # Side by side, so that the bars of several lines are seen.
@@ -206,7 +206,7 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
 
 def draw_trade(cells: list[Cell], title: str) -> Any:
     """A point for each strategy. Its memory is that of training alone, on the fullest device."""
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(5.4, 4.2), layout="constrained")
     named: list[Named] = []
     for cell in cells:
         memory, speed = cell.figures.training_memory_mb, cell.figures.samples_per_second
