@@ -56,8 +56,10 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 		--per_device_train_batch_size $$((32 * n)) --output_dir $$run/baseline; \
 	$(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml --num_processes $$n \
 		$(SHORT) --per_device_train_batch_size 32 --output_dir $$run/ddp; \
-	$(BIN)/python docs/lab/compare.py $$run/baseline $$run/ddp
-	@echo "The devices share the work. Why is the time not divided, too? docs/lab.md explains it."
+	$(BIN)/python docs/lab/compare.py $$run/baseline $$run/ddp; \
+	CUDA_VISIBLE_DEVICES= $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
+		docs/lab/crossover.py
+	@echo "docs/lab.md explains it."
 
 train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
