@@ -3,7 +3,11 @@ PYTHON ?= python3
 # The pinned set: that of .venv, if there is one. Python 3.10 gets the older set. An NVIDIA driver
 # older than 580 needs it too: make train CONSTRAINTS=constraints-cu128.txt
 # Without a GPU, TORCH=cpu takes torch's build for CPUs. Once .venv is there, it decides.
-MADE := $(if $(filter clean,$(MAKECMDGOALS)),,$(shell cat .venv/installed 2>/dev/null))
+# `make clean setup` makes a new one.
+STAMP := $(if $(filter clean,$(firstword $(MAKECMDGOALS))),,$(wildcard .venv/installed))
+MADE := $(if $(STAMP),$(shell cat $(STAMP)))
+# A link to a complete .venv belongs to somebody else: make uses it, and never changes it.
+LINKED := $(if $(STAMP),$(shell [ ! -L .venv ] || readlink -f .venv))
 OLD_PYTHON = $(shell $(PYTHON) -c "import sys; print('-cu128' * (sys.version_info < (3, 11)))")
 CONSTRAINTS ?= $(or $(word 1,$(MADE)),constraints$(OLD_PYTHON).txt)
 TORCH ?= $(word 2,$(MADE))
@@ -21,7 +25,7 @@ SHORT = train_mnist_rnn.py --dataset digits --num_epochs 10 --dropout 0
 TINY = train_bert_squad.py --model_name_or_path tests/data/tiny_bert --from_scratch \
 	--train_file tests/data/squad_v1.json --validation_file tests/data/squad_v1.json \
 	--learning_rate 1e-3 --dropout 0 --per_device_train_batch_size 8
-# All visible GPUs, or else two CPU processes.
+# All visible GPUs, or else two CPU processes. `train` does not compare on a single GPU.
 PROCESSES = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 help:  ## this list
@@ -33,6 +37,13 @@ setup: .venv/installed  ## make .venv, install what the scripts, report and lab 
 
 dev: .venv/installed-dev
 
+ifdef LINKED
+.venv/installed: ;
+
+.venv/installed-dev:
+	$(if $(wildcard $@),,$(error .venv is a link, and $(LINKED) lacks the packages for tests and \
+		lint. Type 'make dev' where it was made, or 'make clean dev' for a .venv of your own))
+else
 # .venv may be a link to another disk. What another Python left in it goes. The stamp comes last.
 .venv/installed: requirements.txt requirements-report.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
@@ -49,9 +60,11 @@ dev: .venv/installed-dev
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(PIP) -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
 	touch $@
+endif
 
 train: setup  ## train an RNN on one device and under DDP, and compare: no download, no GPU needed
-	@n=$(PROCESSES); run=runs/train-$$(date +%Y%m%d-%H%M%S); export OMP_NUM_THREADS=1; set -ex; \
+	@n=$(PROCESSES); [ $$n != 1 ] || { n=2; export CUDA_VISIBLE_DEVICES=; }; \
+	run=runs/train-$$(date +%Y%m%d-%H%M%S); export OMP_NUM_THREADS=1; set -ex; \
 	$(BIN)/accelerate-launch --config_file accelerate_configs/baseline.yaml $(SHORT) \
 		--per_device_train_batch_size $$((32 * n)) --output_dir $$run/baseline; \
 	$(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml --num_processes $$n \
@@ -104,8 +117,9 @@ bench: dev  ## measure speed and accuracy of the RNN; needs MNIST in data/, take
 bench-gpu: dev  ## measure BERT-base on one GPU in bf16, beside transformers' Trainer
 	$(BIN)/python benchmarks/bert.py --gpu $(BENCH)
 
-clean:  ## remove .venv
+clean:  ## remove .venv; of a link, the link only
 	rm -rf .venv
 
+.NOTPARALLEL:  # `make clean setup` cleans first.
 .PHONY: help setup dev train train-bert sweep test test-all slurm \
 	test-faults test-gpu lint bench bench-gpu clean

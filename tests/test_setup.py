@@ -38,6 +38,36 @@ def test_make_installs_what_was_asked_for(tmp_path):
         assert re.sub(".* -c ", "", (tmp_path / "pip.log").read_text()) == asked
 
 
+def test_a_linked_environment_is_used_and_never_changed(tmp_path):
+    """Neither if requirements are newer, nor for another Python. One GPU is none to compare on."""
+    place, shared = tmp_path / "clone", tmp_path / "shared"
+    (shared / "bin").mkdir(parents=True)
+    place.mkdir()
+    for name in ["Makefile", *ROOT.glob("requirements*.txt"), *ROOT.glob("constraints*.txt")]:
+        shutil.copy(ROOT / name, place)
+    (shared / "installed").write_text("constraints.txt cpu\n")
+    change = f"touch {shared}/changed"
+    for file, text in [
+        (tmp_path / "python", f"case $1 in -m) {change} ;; esac"),
+        (shared / "bin/python", "case $1 in -c) echo 1 ;; esac"),
+        (shared / "bin/pip", change),
+        (shared / "bin/accelerate-launch", f"echo ${{CUDA_VISIBLE_DEVICES-all}}: $* >>{place}/log"),
+    ]:
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o555)
+    shared.chmod(0o555)
+    before = {path: path.stat().st_mtime_ns for path in [shared, *shared.rglob("*")]}
+    (place / ".venv").symlink_to(shared)
+    for words, code in [("setup train", 0), ("-B setup TORCH=", 0), ("-B dev", 2), ("clean", 0)]:
+        done = run(["make", "-C", place, f"PYTHON={tmp_path}/python", *words.split()])
+        assert (done.code, "make dev" in done.err) == (code, code == 2), done.err
+        assert {path: path.stat().st_mtime_ns for path in [shared, *shared.rglob("*")]} == before
+    launched = (place / "log").read_text().splitlines()
+    assert [line.split()[0] for line in launched[:2]] == [":", ":"], launched
+    assert "_size 64 " in launched[0] and "--num_processes 2 " in launched[1], launched
+    assert not (place / ".venv").is_symlink()
+
+
 def requirements(name):
     """The packages of a file, with what is asked of their versions."""
     lines = [line.split("#")[0] for line in (ROOT / name).read_text().splitlines()]
