@@ -1,11 +1,13 @@
 """The checkers of exercises 9 and 10 name each fault. test_pages.py has the right solutions."""
 
+import json
 import re
 import sys
 from unittest import mock
 
 import check_ex9
 import check_ex10
+import compare
 import pytest
 import warm
 import watch
@@ -175,3 +177,34 @@ def test_an_error_is_told_with_its_line(judged):
     )
     assert code == 1 and "runs to its end" in printed, printed
     assert re.search(f"rank [01] ended in line {number}: AttributeError", printed), printed
+
+
+def test_compare_says_what_can_explain_other_losses(tmp_path, monkeypatch, capsys):
+    """Another division of the work cannot, unless masks or few digits depend on it."""
+    work = {"dropout": 0.0, "precision": "no", "eval_samples": 3}
+    one = {"loss_history": [[1, 2.0], [2, 1.0]], "seconds": {"train": 1.0}, "strategy": "baseline"}
+    one |= {"processes": 1, "workload": work, "versions": {"torch": "2.15", "deepspeed": None}}
+    ddp = {"strategy": "ddp", "processes": 2, "loss_history": [[1, 2.0], [2, 1.1]]}
+
+    def said(**changes):
+        for name, record in (("one", one), ("two", one | changes)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "run.json").write_text(json.dumps(record))
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), str(tmp_path / "two")])
+        compare.main()
+        return capsys.readouterr().out
+
+    for changes, can in (
+        ({"versions": {"torch": "2.15", "deepspeed": "0.19"}, "resumed_from": "x"}, False),
+        ({"workload": work | {"eval_samples": 4}}, False),
+        ({"workload": work | {"precision": "bf16"}}, True),
+        ({"workload": work | {"dropout": 0.1}}, True),
+        ({"global_batch_size": 128}, True),
+    ):
+        printed = said(**ddp, **changes)
+        assert "\nStep 2 is the first whose losses differ" in printed, printed
+        assert ("Nothing in the records explains this" not in printed) == can, printed
+        assert ("  processes: 1 and 2 (" in printed) == ("workload" in changes and can), printed
+    assert "the rest is rounding" in said(strategy="fsdp")
+    with pytest.raises(SystemExit, match="two/run.json is no record of a run: TypeError"):
+        said(loss_history=None)

@@ -1,32 +1,158 @@
-"""Compares the losses of two runs, step by step, and the time that they trained.
+"""Compares two runs: how far their losses differ, and what in their records can explain that.
 
 python docs/lab/compare.py runs/lab/baseline runs/lab/ddp
 """
 
 import json
+import math
 import sys
 from pathlib import Path
+
+NOTABLE = 1e-5  # of a loss: in fp32, another order of adding changed less in every run of the lab
+# What a record says of the work, beside its `workload`: {name: in words}.
+WORK = {
+    "global_batch_size": "global batch",
+    "script": "script",
+    "version": "version of the script",
+    "device_name": "device",
+}
+# What it says of how the work is divided and computed.
+DIVISION = {
+    "strategy": "strategy",
+    "processes": "processes",
+    "devices": "devices",
+    "nodes": "nodes",
+    "per_device_batch_size": "batch per device",
+    "gradient_accumulation_steps": "accumulation",
+    "resumed_from": "resumed from",
+    "threads": "threads",
+    "activation_checkpointing": "activation checkpointing",
+}
+# Training does not use these values of a workload.
+EVALUATION = ("eval samples", "eval questions", "max answer length")
+SCHEDULE = "the learning rate of a step depends on the number of all steps"
+WHY = {
+    "global batch": "a step takes the mean over other samples",
+    "seed": "other first weights, and another order of the samples",
+    "precision": "no means fp32; others have fewer digits",
+    "device": "devices round differently, and GPUs draw other random numbers",
+    "num epochs": SCHEDULE,
+    "max train steps": SCHEDULE,
+}
+MASKS = "with dropout, each device drops activations of its own"
+WITH_DROPOUT = {
+    "processes": MASKS,
+    "devices": MASKS,
+    "batch per device": MASKS,
+    "accumulation": MASKS,
+    "resumed from": "with dropout, if it went on with another number of devices",
+}
+
+
+def read(folder):
+    """The record of the run in this folder, and {step: loss}."""
+    file = folder / "run.json"
+    if not file.is_file():
+        sys.exit(f"error: there is no {file}: has this run begun?")
+    try:
+        record = json.loads(file.read_text())
+        losses = {int(step): float(loss) for step, loss in record["loss_history"]}
+        float(record["seconds"]["train"])
+        for name in ("workload", "versions", "strategy_options"):
+            record[name] = dict(record.get(name) or {})
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
+        sys.exit(f"error: {file} is no record of a run: {type(problem).__name__}: {problem}")
+    return record, losses
+
+
+def gap(loss, other):
+    """How far the other loss is from this one, as a share of it."""
+    if loss == other:
+        return 0.0
+    if loss == 0 or not math.isfinite(loss - other):
+        return math.inf
+    return abs(other - loss) / abs(loss)
+
+
+def both(one, other):
+    """{name: both values} of what two dictionaries say differently."""
+    pairs = {name: (one.get(name), other.get(name)) for name in one | other}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def differences(one, two):
+    """What differs between two records, {in words: both values}: of the work, and how it is divided
+    and computed.
+    """
+    values = both(one, two)
+    work = {words: values[name] for name, words in WORK.items() if name in values}
+    for name, pair in both(one["workload"], two["workload"]).items():
+        work[name.replace("_", " ")] = pair
+    for library, pair in both(one["versions"], two["versions"]).items():
+        if None not in pair:  # null: the run did not import it
+            work[f"version of {library}"] = pair
+    division = {words: values[name] for name, words in DIVISION.items() if name in values}
+    division |= {words: work.pop(words) for words in EVALUATION if words in work}
+    if "strategy" not in values:
+        for name, pair in both(one["strategy_options"], two["strategy_options"]).items():
+            division[f"the strategy's {name}"] = pair
+    return work, division
+
+
+def explain(one, two):
+    """Lines on what differs: what can explain other losses, and what cannot."""
+    work, division = differences(one, two)
+    workloads = [one["workload"], two["workload"]]
+    dropout = any(workload.get("dropout") for workload in workloads)
+    lower = {workload.get("precision") for workload in workloads} - {"no", None}
+    can, cannot = [], []
+    for words, (value, other) in (work | division).items():
+        line, why = f"{words}: {value} and {other}", WHY.get(words)
+        if dropout and words in WITH_DROPOUT:
+            why = WITH_DROPOUT[words]
+        elif lower and words in division:
+            why = f"{max(lower)} has few digits, so another order of adding shows"
+        if words in division and not why:
+            cannot.append(line)
+        else:
+            can.append(f"{line} ({why})" if why else line)
+    return can, cannot
 
 
 def main():
     folders = [Path(folder) for folder in sys.argv[1:]]
     if len(folders) != 2:
         sys.exit("error: name the folders of two runs")
-    for folder in folders:
-        if not (folder / "run.json").is_file():
-            sys.exit(f"error: there is no {folder}/run.json: has this run begun?")
-    one, two = [json.loads((folder / "run.json").read_text()) for folder in folders]
-    first, second = [folder.name for folder in folders]
-    losses, others = dict(one["loss_history"]), dict(two["loss_history"])
-    steps = losses.keys() & others.keys()
+    (one, losses), (two, others) = map(read, folders)
+    first, second = [folder.resolve().name for folder in folders]
+    steps = sorted(losses.keys() & others.keys())
     if not steps:
         sys.exit(f"error: {first} and {second} have no step in common")
-    worst = max(abs(others[step] - losses[step]) / losses[step] for step in steps)
-    ratio = two["seconds"]["train"] / one["seconds"]["train"]
+    gaps = {step: gap(losses[step], others[step]) for step in steps}
+    ratio = two["seconds"]["train"] / (one["seconds"]["train"] or math.nan)
     print(
         f"{first} and {second}: {len(losses)} and {len(others)} steps, losses differ by at most "
-        f"{worst:.1e} of their value; {second} trained {ratio:.2f} times as long"
+        f"{max(gaps.values()):.1e} of their value; {second} trained {ratio:.2f} times as long"
     )
+    can, cannot = explain(one, two)
+    if can:
+        print("These differences can explain other losses:", *can, sep="\n  ")
+    if cannot:
+        print("These cannot, as long as the global batch is the same:", *cannot, sep="\n  ")
+    step = next((step for step in steps if gaps[step] > NOTABLE), None)
+    if step is None:
+        print(f"No loss differs by more than {NOTABLE} of its value: the rest is rounding.")
+        return
+    print(
+        f"Step {step} is the first whose losses differ by more than {NOTABLE} of their value: "
+        f"{losses[step]:.6g} and {others[step]:.6g}."
+    )
+    if not can:
+        print(
+            "Nothing in the records explains this. If the losses drift apart slowly, it is "
+            "rounding that grows. Otherwise look for what no record has: other code, other data, "
+            "variables of the shell."
+        )
 
 
 if __name__ == "__main__":
