@@ -169,6 +169,21 @@ def test_an_unchanged_script_has_nothing_right(judged):
     assert (code, wrong) == (1, ["two ranks know of each other"]) and "ok " not in printed, printed
 
 
+def test_no_training_and_an_endless_loop_are_named(judged):
+    """Rank 1 waits for rank 0, which computes."""
+    with pytest.raises(SystemExit, match="mine.py is empty"):
+        judged(check_ex9, "\n")
+    code, printed, _ = judged(check_ex9, BY_HAND.replace("    main()", "    pass"))
+    assert code == 1 and "no optimizer made a step" in printed, printed
+    place = "        sampler.set_epoch(epoch)"
+    text = changed(BY_HAND, [(place, f"        while rank == 0: pass\n{place}")])
+    number = text[: text.index("while rank")].count("\n") + 1
+    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
+    assert code == 1 and "65 at most" in printed, printed
+    assert f"rank 0 still computes in line {number} after 5 s" in printed, printed
+    assert "rank 1 still waits in line" in printed, printed
+
+
 def test_an_error_is_told_with_its_line(judged):
     place = "    torch.manual_seed(SEED)"
     number = BY_HAND[: BY_HAND.index(place)].count("\n") + 1

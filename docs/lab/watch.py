@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -126,8 +127,8 @@ def watch(script, folder, seconds=0):
     ):
         for name in COLLECTIVES:
             noted.enter_context(noting(name))
-        # The launcher ends the other rank when one ends. So each has time to say where it waits.
-        end = threading.Timer(seconds + 3, os._exit, (1,))
+        over = threading.Event()
+        end = threading.Timer(seconds, give_up, (folder, over))
         if seconds:
             faulthandler.dump_traceback_later(seconds, file=error)
             end.start()
@@ -140,6 +141,7 @@ def watch(script, folder, seconds=0):
         finally:
             if seconds:
                 end.cancel()
+                over.set()
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.disable()
             for hook in hooks:
@@ -148,9 +150,22 @@ def watch(script, folder, seconds=0):
     torch.save(notes, folder / "notes.pt")
 
 
+def give_up(folder, over):
+    """Note for how much of the next two seconds this rank computes, and end it, unless its script
+    is over by then.
+    """
+    before = time.process_time()
+    over.wait(2)
+    with contextlib.suppress(OSError):  # The folder is gone if the launcher was killed.
+        (folder / "busy").write_text(f"{(time.process_time() - before) / 2}")
+    # The launcher ends the other rank when one ends. So each has time to say where it waits.
+    if not over.wait(2):
+        os._exit(1)
+
+
 def launch(script, folder, seconds):
     """Start the script on two ranks, each under `watch`. Returns the launcher's process."""
-    if re.search(r"^(from|import) accelerate\b", Path(script).read_text(), re.M):
+    if re.search(r"^(from|import) accelerate\b", script.read_text(errors="replace"), re.M):
         launcher = [
             "accelerate.commands.launch",
             "--config_file",
@@ -225,7 +240,14 @@ def why_it_failed(script, folder, seconds):
         file = folder / f"rank_{rank}" / "error"
         error = file.read_text() if file.exists() else ""
         places = re.findall(rf'File ".*{re.escape(script.name)}", line (\d+)', error) or ["?"]
-        if error.startswith("Timeout"):  # with the innermost call first; only the main thread's
+        busy = folder / f"rank_{rank}" / "busy"
+        share = float(busy.read_text() or 0) if busy.exists() else 0
+        if share > 0.2:
+            lines.append(
+                f"rank {rank} still computes in line {places[0]} after {seconds} s. Does its loop "
+                "end? If it does, give it more time: --seconds"
+            )
+        elif error.startswith("Timeout"):  # with the innermost call first; only the main thread's
             lines.append(
                 f"rank {rank} still waits in line {places[0]} after {seconds} s. Does "
                 "every rank call every collective, in the same order?"
@@ -252,6 +274,10 @@ def check(judge, reference=None, parts=("1",)):
     args = parser.parse_args()
     if not args.script.is_file():
         sys.exit(f"error: there is no file {args.script}")
+    if not args.script.read_text(errors="replace").strip():
+        sys.exit(f"error: {args.script} is empty")
+    longest = args.seconds + 60
+    print(f"(It runs on two processes, for about 20 s, or {longest} at most.)", flush=True)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -268,6 +294,9 @@ def check(judge, reference=None, parts=("1",)):
             print(*why_it_failed(args.script, folder, args.seconds), sep="\n")
             return 1
         ranks = [read(folder / f"rank_{rank}") for rank in range(2)]
+        if not any(notes["steps"] for notes in ranks):
+            print(f"WRONG  {args.script} trains: no optimizer made a step. Is main() called?")
+            return 1
         points = judge(ranks, read(folder / "reference") if reference else None, args.part)
     for name, problem in points:
         if problem:
