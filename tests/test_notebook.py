@@ -1,28 +1,36 @@
-"""The notebook runs, and is committed as it ran. `python tests/test_notebook.py` runs it anew."""
+"""The notebooks run. That on BERT is committed as it ran: `python tests/test_notebook.py` runs it
+anew. The one to start with has no outputs: they would answer its questions.
+"""
 
 import copy
 import os
 import re
+import site
+import sys
 import tempfile
+import venv
 
 import nbformat
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
+START = ROOT / "notebooks" / "start_here.ipynb"
 NOTEBOOK = ROOT / "notebooks" / "bert_squad_walkthrough.ipynb"
 # What depends on the machine: its name, numbers, answers, lines now and then.
 OWN = re.compile(r"CPU \(.*\)|^step .*|-> .*|-?[\d.,]*\d(e[-+]\d+)?", re.M)
 
 
-def execute(notebook, folder):
-    """A copy of the notebook with the outputs of a fresh kernel, which writes into `folder`. A cell
-    that fails, also one that asserts, is an error.
+def execute(notebook, folder, place=NOTEBOOK.parent, python=sys.executable):
+    """A copy of the notebook with the outputs of a fresh kernel of this Python in the folder
+    `place`, which writes into `folder`. A cell that fails, also one that asserts, is an error.
     """
     fresh = copy.deepcopy(notebook)
-    place = {"metadata": {"path": NOTEBOOK.parent}}
     options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
-    client = NotebookClient(fresh, resources=place, **options)
+    resources = {"metadata": {"path": place}}
+    client = NotebookClient(fresh, resources=resources, **options)
+    client.create_kernel_manager().kernel_spec.argv[0] = str(python)
     client.execute(env=os.environ | {"TMPDIR": str(folder), "IPYTHONDIR": str(folder)})
     return fresh
 
@@ -42,6 +50,43 @@ def test_it_runs_and_was_committed_as_it_ran(tmp_path):
     executed = execute(committed, tmp_path)
     assert [*shown(executed)] == [*shown(committed)], "commit what tests/test_notebook.py makes"
     assert not [*tmp_path.rglob("run.json")], "what it trains is gone with it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [START, NOTEBOOK], ids=lambda path: path.stem)
+def test_opened_alone_it_says_that_it_needs_the_project(path, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:1]
+    with pytest.raises(
+        CellExecutionError, match="SystemExit.* error: this notebook needs the .*`git clone`"
+    ):
+        execute(notebook, tmp_path, place=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_start_gets_the_project_keeps_torch_and_trains(tmp_path, monkeypatch):
+    """As on Colab: opened alone, in another environment. It has our packages, and pip no index."""
+    commit = "git init && git add . && git -c user.name=a -c user.email=a@b commit -m now"
+    project = str(tmp_path / "project")
+    done = run(["sh", "-c", commit], env={"GIT_DIR": project, "GIT_WORK_TREE": str(ROOT)})
+    assert done.code == 0, done.err
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    [packages] = tmp_path.glob("venv/lib/*/site-packages")
+    (packages / "ours.pth").write_text("\n".join(site.getsitepackages()))
+    launcher = python.with_name("accelerate")  # pip's begins with the path of its Python
+    launcher.write_text(f'#!/bin/sh\nexec {python} {sys.prefix}/bin/accelerate "$@"\n')
+    launcher.chmod(0o755)
+    notebook = nbformat.read(START, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    for cell in notebook.cells:
+        source = cell.source.replace('ADDRESS = ""', f'ADDRESS = "{project}"')
+        cell.source = source.replace("TURNS = 9", "TURNS = 1").replace("epochs 10", "epochs 3")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    text = str(execute(notebook, tmp_path, tmp_path, python).cells)
+    assert "pip keeps: torch==" in text and "losses differ by at most" in text
+    assert text.count("'image/png'") == 2 and "'stderr'" not in text
+    assert [*packages.iterdir()] == [packages / "ours.pth"], "pip installed something"
 
 
 if __name__ == "__main__":
