@@ -97,8 +97,8 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
 
     Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
     activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
-    buffer that reduces them; at the end of the backward pass the embeddings are prefetched, and
-    then take three of these places. fsdp_keep has all parameters gathered, up to the backward pass
+    buffer that reduces them; at the end of the backward pass the embeddings take two places at a
+    time: gathered and as a gradient, or as a gradient and in the buffer. fsdp_keep has all parameters gathered, up to the backward pass
     of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
     In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
     offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
@@ -110,7 +110,7 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     if strategy.startswith(("fsdp", "hsdp")):
         gathered = parameters if strategy == "fsdp_keep" else 2 * layer
         first = size * (embeddings + 3 * layer)
-        return size * (gathered + 2 * layer), first, size * 3 * embeddings
+        return size * (gathered + 2 * layer), first, size * 2 * embeddings
     if strategy in ("zero1", "zero2"):
         return size * 2 * BUCKET, size * 2 * BUCKET, step
     if strategy == "zero2_offload":
