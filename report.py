@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.printing import OneLineParser, own_file, stop
+from common.printing import OneLineParser, own_file, printable, stop
 from reporting.comparing import find_workloads
 from reporting.grounds import find_notes
 from reporting.page import as_html, write_csv, write_page
@@ -49,7 +49,8 @@ def write_report(args):
     """Write all files, and return the report as Markdown, and whether a run is in its tables.
     Raises OSError or ValueError.
     """
-    runs, notes = read_runs(unpack(args.folder)) if args.folder else ([], [])
+    folder = args.folder
+    runs, notes = read_runs(unpack(folder), folder) if folder else ([], [])
     if args.times:
         by_hand, bad_rows = read_times(args.times)
         runs, notes = runs + by_hand, notes + bad_rows
@@ -83,7 +84,8 @@ def main():
         stop(problem)
     try:
         print(text)
-        print(f"written: {args.output_dir}/report.md, report.html, report.csv and the pictures")
+        written = printable(args.output_dir)
+        print(f"written: {written}/report.md, report.html, report.csv and the pictures")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -97,12 +97,12 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
 
     Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
     activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
-    buffer that reduces them; at the end of the backward pass the embeddings take two places at a
-    time: gathered and as a gradient, or as a gradient and in the buffer. fsdp_keep has all parameters gathered, up to the backward pass
-    of their layer. ZeRO has the settings of its JSON: one or two buckets, and gathered parameters.
-    In its step DeepSpeed copies its gradients into one tensor and that into fp32, and ZeRO-2
-    offloads by way of a buffer for the largest parameter. These are read in the libraries' code.
-    docs/lab/12-ladder.md has counted totals.
+    buffer that reduces them. At the end of the backward pass the embeddings take two places at a
+    time: gathered and as a gradient, or as a gradient and in the buffer. fsdp_keep has all
+    parameters gathered, up to the backward pass of their layer. ZeRO has the settings of its JSON:
+    one or two buckets, and gathered parameters. In its step DeepSpeed copies its gradients into one
+    tensor and that into fp32, and ZeRO-2 offloads by way of a buffer for the largest parameter.
+    These are read in the libraries' code. docs/lab/12-ladder.md has counted totals.
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2

@@ -71,27 +71,31 @@ def say_fastest(workload: Workload) -> str | None:
     sound = [
         cell
         for cell in workload.cells
-        if cell.devices > 1 and cell.comparison and "loss" not in cell.notes
+        if cell.devices > 1 and not cell.notes.keys() & {"loss", "diverged"}
     ]
-    cells = [cell for cell in sound if len(cell.runs) > 1]
+    cells = [cell for cell in sound if len(cell.runs) > 1 and cell.comparison]
     if not cells:
         return None
     best, *others = sorted(cells, key=lambda cell: cell.cost)
     assert best.comparison
+    left_out = [cell for cell in sound if cell.cost < best.cost]
+    limits = ["with repeats"] if any(len(cell.runs) == 1 for cell in left_out) else []
+    if any(not cell.comparison for cell in left_out):
+        limits.append("with a baseline of their batch")
+    among = f"of the cells {' and '.join(limits)}, the" if limits else "the"
     if not any(cell.comparison and cell.comparison.sure == "faster" for cell in cells):
         base = best.comparison.baseline
         margin = in_brackets(workload, best, base, "the two would have to differ by ")
         return (
-            "The repeats show no strategy on several devices to be faster than one device; the "
-            f"best is {best.label}, {times_as_fast([best])}{margin}."
+            "The repeats show no strategy on several devices to be faster than one device; "
+            f"{among} best is {best.label}, {times_as_fast([best])}{margin}."
         )
     close = [
         cell
         for cell in others
         if not any(other.cost < cell.cost and workload.differ(other, cell) for other in cells)
     ]
-    single = any(cell.cost < best.cost for cell in sound)
-    among = "Of the cells with repeats, the" if single else "The"
+    among = among[0].upper() + among[1:]
     if close:
         names = listed(cell.label for cell in (best, *close))
         pair = f"{best.label} and {close[-1].label} would have to differ by "
@@ -123,7 +127,9 @@ def say_scaling(workload: Workload) -> str | None:
         names = [
             cell.label
             for cell in cells
-            if cell.comparison and cell.comparison.sure == sure and "loss" not in cell.notes
+            if cell.comparison
+            and cell.comparison.sure == sure
+            and not cell.notes.keys() & {"loss", "diverged"}
         ]
         if names:
             texts.append(f"{listed(names)} {one if len(names) == 1 else several}")
@@ -132,11 +138,15 @@ def say_scaling(workload: Workload) -> str | None:
 
 # What the answer says before the cells that have a note of the kind.
 GROUNDS = {
+    "diverged": "a loss that is no number, so never the fastest",
     "loss": "not the baseline's loss, so never the fastest",
     "scatter": "repeats that scatter more than the others', so the tests may claim too much",
     "turns": "not measured in turns, so a machine that slows down looks like a slower strategy",
     "hosts": "repeats that differ by host",
 }
+
+
+DETAILED = ("diverged", "loss", "hosts")
 
 
 def say_faults(workload: Workload) -> str | None:
@@ -152,7 +162,7 @@ def say_faults(workload: Workload) -> str | None:
         texts = [f"measured only once: {listed(once)}"]
     for kind, words in GROUNDS.items():
         noted = [cell for cell in cells if kind in cell.notes]
-        details = [f" ({cell.notes[kind]})" if kind in ("loss", "hosts") else "" for cell in noted]
+        details = [f" ({cell.notes[kind]})" if kind in DETAILED else "" for cell in noted]
         if noted:
             names = listed(f"{cell.label}{more}" for cell, more in zip(noted, details, strict=True))
             texts.append(f"{words}: {names}")

@@ -4,6 +4,7 @@ Dunnett's and Tukey's tests assume that the cells' repeats scatter equally, and 
 independent. Speedups assume that a strategy learns what the baseline learns.
 """
 
+import itertools
 import math
 import statistics
 
@@ -17,6 +18,7 @@ START = 0.1  # of the training: a longer start is no measurement of steps
 OUTLIER = 0.25  # longer than the median: such a repeat should be taken again
 FALSE_WARNINGS = 0.01  # of the reports whose cells scatter equally, at most
 FAR = 0.1  # of the baseline's first loss: a last loss that differs by more is another one
+SLOWER = 0.01  # a host: what is less is not worth a word
 
 
 def find_notes(workload: Workload) -> None:
@@ -24,14 +26,16 @@ def find_notes(workload: Workload) -> None:
     should measure again.
     """
     scattered = find_scattered(workload)
+    tested = list(dict.fromkeys(cell for pair in workload.intervals for cell in pair))
     for cell in workload.cells:
         found = {
             "steps": few_steps(cell),
             "start": long_start(cell),
             "late": late_repeat(cell),
             "scatter": "repeats scatter more than the others'" if cell in scattered else "",
-            "turns": "not measured in turns" if is_out_of_turn(cell, workload) else "",
+            "turns": "not measured in turns" if is_out_of_turn(cell, tested) else "",
             "hosts": slower_host(cell),
+            "diverged": no_number(cell),
             "loss": wrong_loss(cell),
         }
         cell.notes = {kind: words for kind, words in found.items() if words}
@@ -85,21 +89,21 @@ def largest_share(freedom: int, freedoms: int, cells: int) -> float:
     return float(1 / (1 + (freedoms / freedom - 1) / point))
 
 
-def is_out_of_turn(cell: Cell, workload: Workload) -> bool:
-    """Whether all repeats of a cell began before or after all of its baseline's, or of all others'.
-    A machine that becomes slower then makes a difference that repeats cannot tell from another one.
+def is_out_of_turn(cell: Cell, tested: list[Cell]) -> bool:
+    """Whether all repeats of a cell began before or after all of its baseline's, or of all others
+    that were tested. A machine that becomes slower then makes a difference that repeats cannot tell
+    from another one.
     """
-    bases = [base for base in cell.baselines if base is not cell and len(base.runs) > 1]
-    others = [run for other in workload.cells if other is not cell for run in other.runs]
-    groups = [others] if len(others) > 1 else []
-    groups += [base.runs for base in bases]
-    return len(cell.runs) > 1 and any(lies_apart(cell.runs, group) for group in groups)
+    groups = [[run for other in tested if other is not cell for run in other.runs]]
+    groups += [base.runs for base in cell.baselines if base is not cell and base in tested]
+    return cell in tested and any(lies_apart(cell.runs, group) for group in groups)
 
 
 def lies_apart(some: list[Run], others: list[Run]) -> bool:
+    """As far as it is known when they began."""
     began, since = ([run.began for run in runs if run.began] for runs in (some, others))
-    if len(began) < len(some) or len(since) < len(others):
-        return False  # not known
+    if min(len(began), len(since)) < 2:
+        return False
     return max(began) < min(since) or max(since) < min(began)
 
 
@@ -107,30 +111,34 @@ def slower_host(cell: Cell) -> str:
     """Of repeats on several hosts: whether all on one took longer than all on another one."""
     times: dict[str, list[float]] = {}
     for run in cell.runs:
-        hosts = sorted({rank.host for rank in run.ranks})
-        times.setdefault("+".join(hosts), []).append(run.cost)
-    if len(times) < 2:
-        return ""
-    middle = {host: statistics.median(costs) for host, costs in times.items()}
-    slow, fast = max(times, key=middle.__getitem__), min(times, key=middle.__getitem__)
-    if min(times[slow]) <= max(times[fast]):
-        return ""
-    return f"{middle[slow] / middle[fast] - 1:.0%} longer on {slow} than on {fast}"
+        first, *others = sorted({rank.host for rank in run.ranks}) or [""]
+        more = f" and {len(others)} more" if others else ""
+        times.setdefault(first + more, []).append(run.cost)
+    found = []
+    for slow, fast in itertools.permutations(times, 2):
+        longer = statistics.median(times[slow]) / statistics.median(times[fast]) - 1
+        if min(times[slow]) > max(times[fast]) and longer >= SLOWER:
+            found.append((longer, f"{longer:.0%} longer on {slow} than on {fast}"))
+    return max(found)[1] if found else ""
+
+
+def no_number(cell: Cell) -> str:
+    loss = cell.figures.last_loss
+    return "" if loss is None or math.isfinite(loss) else f"the last loss is {loss}"
 
 
 def wrong_loss(cell: Cell) -> str:
-    """A last loss that is no number, or, with the baseline's global batch, far from the baseline's:
-    by more than a tenth of the loss with which that began. Other seeds and dropout's masks differ
-    by less.
+    """With the baseline's global batch: a repeat's last loss that is far from the baseline's, by
+    more than a tenth of the loss with which that began, or by half of what it gained if that is
+    less. Other seeds and dropout's masks make smaller differences.
     """
-    loss = cell.figures.last_loss
-    if loss is None:
-        return ""
-    if not math.isfinite(loss):
-        return f"the last loss is {loss}"
     base = cell.strong.baseline.figures if cell.strong else None
     if base is None or base.last_loss is None or base.first_loss is None:
         return ""
-    if not abs(loss - base.last_loss) > FAR * abs(base.first_loss):
+    first, last = base.first_loss, base.last_loss
+    far = min(FAR * first, max((first - last) / 2, FAR * first / 10))
+    losses = [run.figures.last_loss for run in cell.runs if run.figures.last_loss is not None]
+    wrong = [loss for loss in losses if abs(loss - last) > far]
+    if not wrong or no_number(cell):
         return ""
-    return f"the last loss is {loss:.4g}, the baseline's {base.last_loss:.4g}"
+    return f"a last loss is {max(wrong, key=lambda loss: abs(loss - last)):.4g}, not {last:.4g}"

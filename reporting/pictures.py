@@ -147,11 +147,11 @@ def draw_efficiency(points: list[Point], title: str) -> Any:
     left = len(lines) - len(telling)
     more = f"; {left} more lines in the table under Details" if left else ""
     axes.axhline(100, color="0.4", linewidth=1, zorder=0)
-    highest = max(
-        100 * (one.high or one.efficiency * cell.devices) / cell.devices for cell, one in points
-    )
+    highest = max(100 * one.efficiency for _, one in points)
+    interval = max(100 * (one.high or 0) / cell.devices for cell, one in points)
     axes.set(title=title, xlabel=f"devices (hollow: several nodes){more}", ylabel="percent")
-    axes.set(ylim=(0, max(110, min(highest * 1.05, 200))), xlim=(-0.4, len(counts) - 0.6))
+    top = max(110, 1.05 * highest, min(1.05 * interval, 200))
+    axes.set(ylim=(0, top), xlim=(-0.4, len(counts) - 0.6))
     axes.set_xticks(range(len(counts)), map(str, counts))
     write_names(axes, named)
     return figure
@@ -201,21 +201,22 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
     for cell in sorted(known, key=lambda cell: cell.cost):
         if cell.setting.shape == shape or cell.is_baseline:
             fastest.setdefault(cell.name, cell)
-    return shape, list(fastest.values())[:MOST]
+    return shape, list(fastest.values())
 
 
 def draw_trade(cells: list[Cell], title: str) -> Any:
     """A point for each strategy. Its memory is that of training alone, on the fullest device."""
     figure, axes = pyplot.subplots(figsize=(5.4, 4.2), layout="constrained")
     named: list[Named] = []
-    for cell in cells:
+    for cell in cells[:MOST]:
         memory, speed = cell.figures.training_memory_mb, cell.figures.samples_per_second
         assert memory and speed
         axes.plot(memory, speed, linestyle="", **look_of(cell))
         more = " (one device)" if cell.is_baseline else ""
         named.append((cell.name + more, memory, speed, look_of(cell)["color"]))
     axes.set(title=f"{title}\n(up and to the left is better)", ylabel="samples per second")
-    axes.set(xlabel="MB of each device for training alone")
+    more = f"; {len(cells) - MOST} more in the table" if len(cells) > MOST else ""
+    axes.set(xlabel=f"MB of each device for training alone{more}")
     axes.set_xlim(0, 1.05 * max(memory for _, memory, *_ in named))
     axes.set_ylim(0, 1.1 * max(speed for *_, speed, _ in named))
     write_names(axes, named)

@@ -72,7 +72,7 @@ class Workload(Strict):
 
 class Rank(Strict):
     rank: NonNegativeInt
-    host: str
+    host: Annotated[str, Field(min_length=1, max_length=253)]
     real: Amount
     user: Amount
     sys: Amount
@@ -116,6 +116,7 @@ class Record(Strict):
 PROFILED = "profiled: not a timing"
 EVALUATED = "evaluated: no training"
 MEANT = (PROFILED, EVALUATED)  # by the user, so nothing is lost
+SHORTEST = 1e-6  # seconds of a run
 LONGEST = 4000  # characters of the options of a strategy, or of the workload's fields
 LARGEST, MOST = 2**30, 50_000  # bytes and members of an archive
 # The word before the colon is the reason that the answer names.
@@ -241,8 +242,8 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         problem = PROFILED
     if not problem and not record.steps:
         problem = EVALUATED
-    if not problem and not (record.seconds.train and record.seconds.total):
-        raise ValueError("seconds: the times of a run have to be greater than 0")
+    if not problem and min(record.seconds.train, record.seconds.total) < SHORTEST:
+        raise ValueError(f"seconds: the times of a run have to be {SHORTEST:g} or more")
     inside = path.parent.resolve() == folder.resolve()
     return Run(
         name=folder.resolve().name if inside else os.path.relpath(path.parent, folder),
@@ -281,7 +282,7 @@ def find_setting(record: Record) -> Setting:
         nodes=record.nodes,
         gpus_per_node=record.devices // record.nodes,
         per_device_batch_size=record.per_device_batch_size,
-        gradient_accumulation_steps=record.gradient_accumulation_steps,
+        gradient_accumulation_steps=record.gradient_accumulation_steps or 1,
         global_batch_size=record.global_batch_size,
         strategy_options=json.dumps(options, sort_keys=True),
         activation_checkpointing=bool(record.activation_checkpointing),
@@ -383,10 +384,11 @@ def explain(problem: Exception) -> str:
     return one_line(f"{type(problem).__name__}: {problem}")
 
 
-def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
+def read_runs(folder: Path, archive: Path) -> tuple[list[Run], list[str]]:
     """All runs below a folder, and a sentence for each file that is no record, or the copy of one.
     A run that was planned (sweep.csv) but is not there is a run with a problem, and has the
-    workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all.
+    workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all: it
+    names the `archive` of which the folder was unpacked, or the folder again.
     """
     runs: list[Run] = []
     notes: list[str] = []
@@ -414,7 +416,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             notes.append(f"skipped {name}: no plan of a sweep ({explain(problem)})")
     if not runs and not notes:
         raise FileNotFoundError(
-            f"no run.json below {folder}: the training scripts leave one in their output directory"
+            f"no run.json below {archive}: the training scripts leave one in their output directory"
         )
     return runs, notes
 
@@ -425,6 +427,9 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
     with open(plan, newline="", encoding="utf-8") as file:
         for planned in csv.DictReader(file):
             path = plan.parent / planned["run"]
+            place = int(planned["nodes"]), int(planned["gpus_per_node"])
+            if min(place) < 1 or max(len(text) for text in planned.values()) > 200:
+                raise ValueError("a shape has no device, or a text is longer than 200 characters")
             if path.resolve() in found:
                 continue
             job = f", job {planned['job']}" if planned["job"] else ""
@@ -435,9 +440,7 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
                 Run(
                     name=name,
                     workload=known[0] if known else {"script": "a sweep"},
-                    setting=Setting(
-                        planned["strategy"], int(planned["nodes"]), int(planned["gpus_per_node"])
-                    ),
+                    setting=Setting(planned["strategy"], *place),
                     problem=f"failed or missing{job}: see {name}.log",
                 )
             )
