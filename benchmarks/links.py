@@ -2,9 +2,9 @@
 
     python benchmarks/links.py                    # as root, after `make slurm`; half an hour
 
-starts the tests' Slurm cluster of two nodes on this machine, and sets the speed of their links with
-tc. At each speed a tiny BERT trains on two processes of each node, by turns under fsdp.yaml, which
-shards over all four ranks, and under hsdp.yaml, which shards inside a node. tests/spy.py reads the
+starts the two-node Slurm cluster of sbatch/laptop.py, and sets the speed of its links with tc. At
+each speed a tiny BERT trains on two processes of each node, by turns under fsdp.yaml, which shards
+over all four ranks, and under hsdp.yaml, which shards inside a node. tests/spy.py reads the
 counters of the network cards around ten steps. Prints the table; the records stay in --output_dir.
 """
 
@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "sbatch")]
 
-import slurm_cluster  # noqa: E402  in the folders above
+import laptop  # noqa: E402  in the folders above
 
 from common.printing import markdown_table, stop  # noqa: E402
 
@@ -56,7 +56,7 @@ def train(cluster, strategy, run):
 def measure(runs):
     """Train all `runs`, {(link, strategy): [folder, ...]}, the strategies by turns."""
     with tempfile.TemporaryDirectory() as state:
-        cluster = slurm_cluster.Cluster(state)
+        cluster = laptop.Cluster(state)
         try:
             cluster.start()
             for link in LINKS:
@@ -89,7 +89,7 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("runs/links"))
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    problem = slurm_cluster.what_is_missing()
+    problem = laptop.what_is_missing()
     if problem:
         stop(problem)
     folder = args.output_dir.resolve()

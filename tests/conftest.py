@@ -14,8 +14,8 @@ import threading
 from pathlib import Path
 
 import isolated  # noqa: F401  the first: it sets what libraries read when they are imported
+import laptop
 import pytest
-import slurm_cluster
 import warm
 from safetensors.torch import load_file
 from xdist.scheduler import LoadScopeScheduling
@@ -181,11 +181,11 @@ def real_data():
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """A running Slurm cluster of two nodes."""
-    problem = slurm_cluster.what_is_missing()
+    problem = laptop.what_is_missing()
     if problem and os.environ.get("SLURM_TESTS") != "required":
         pytest.skip(problem)
     assert not problem, problem
-    cluster = slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster = laptop.Cluster(tmp_path_factory.mktemp("slurm"))
     cluster.start()
     yield cluster
     cluster.stop()
