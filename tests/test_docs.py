@@ -18,7 +18,7 @@ PAGES = {
     page: page.read_text()
     for page in [*(ROOT / name for name in TOPS), *(ROOT / "docs").rglob("*.md")]
 }
-OTHERS = {"--logdir", "--pid", "--nnodes"}  # flags of TensorBoard, py-spy and torchrun
+OTHERS = {"--logdir", "--pid", "--nnodes", "--pty"}  # of TensorBoard, py-spy, torchrun and srun
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,11 +7,11 @@ from unittest import mock
 
 import check_ex9
 import check_ex10
-import compare
+import grade
 import pytest
 import warm
 import watch
-from conftest import ROOT, anchor, environment
+from conftest import ROOT, anchor, environment, run
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
@@ -164,62 +164,59 @@ def test_a_hang_is_told_with_its_lines(judged):
     assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
 
 
-def test_an_unchanged_script_has_nothing_right(judged):
-    code, printed, wrong = judged(check_ex9, (LAB / "single.py").read_text())
-    assert (code, wrong) == (1, ["two ranks know of each other"]) and "ok " not in printed, printed
-
-
-def test_no_training_and_an_endless_loop_are_named(judged):
-    """Rank 1 waits for rank 0, which computes."""
+@pytest.mark.parametrize(
+    "line, before, said",
+    [
+        ("    torch.manual_seed(SEED)", "    sampler.save()\n", "[01] ended in line {}: Attrib"),
+        (
+            "        sampler.set_epoch(epoch)",
+            "        while rank == 0: pass\n",
+            "0 still computes in line {} after 5 s.*\nrank 1 still waits",
+        ),
+        ("    train_data, test_data", "    return\n", "no optimizer made a step"),
+    ],
+)
+def test_what_does_not_train_to_its_end_is_told_with_its_line(line, before, said, judged):
+    number = BY_HAND[: BY_HAND.index(line)].count("\n") + 1
+    text = changed(BY_HAND, [(line, before + line)])
+    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
+    assert code == 1 and re.search(said.format(number), printed), printed
+    assert "(mine.py runs on two processes: 20 s, at most 65)" in printed
     with pytest.raises(SystemExit, match="mine.py is empty"):
         judged(check_ex9, "\n")
-    code, printed, _ = judged(check_ex9, BY_HAND.replace("    main()", "    pass"))
-    assert code == 1 and "no optimizer made a step" in printed, printed
-    place = "        sampler.set_epoch(epoch)"
-    text = changed(BY_HAND, [(place, f"        while rank == 0: pass\n{place}")])
-    number = text[: text.index("while rank")].count("\n") + 1
-    code, printed, _ = judged(check_ex9, text, "--seconds", "5")
-    assert code == 1 and "65 at most" in printed, printed
-    assert f"rank 0 still computes in line {number} after 5 s" in printed, printed
-    assert "rank 1 still waits in line" in printed, printed
 
 
-def test_an_error_is_told_with_its_line(judged):
-    place = "    torch.manual_seed(SEED)"
-    number = BY_HAND[: BY_HAND.index(place)].count("\n") + 1
-    code, printed, _ = judged(
-        check_ex9, changed(BY_HAND, [(place, f"    sampler.save()\n{place}")])
-    )
-    assert code == 1 and "runs to its end" in printed, printed
-    assert re.search(f"rank [01] ended in line {number}: AttributeError", printed), printed
-
-
-def test_compare_says_what_can_explain_other_losses(tmp_path, monkeypatch, capsys):
+def test_compare_says_what_can_explain_other_losses(tmp_path):
     """Another division of the work cannot, unless masks or few digits depend on it."""
-    work = {"dropout": 0.0, "precision": "no", "eval_samples": 3}
-    one = {"loss_history": [[1, 2.0], [2, 1.0]], "seconds": {"train": 1.0}, "strategy": "baseline"}
-    one |= {"processes": 1, "workload": work, "versions": {"torch": "2.15", "deepspeed": None}}
-    ddp = {"strategy": "ddp", "processes": 2, "loss_history": [[1, 2.0], [2, 1.1]]}
-
-    def said(**changes):
-        for name, record in (("one", one), ("two", one | changes)):
+    work = {"dropout": 0.0, "precision": "no"}
+    one = {"strategy": "ddp", "processes": 1, "workload": work, "versions": {"deepspeed": None}}
+    one |= {"seconds": {"train": 1.0}, "loss_history": [[1, 2.0], [2, 1.0]]}
+    two = one | {"strategy": "zero2", "processes": 2, "versions": {"deepspeed": "0.19"}}
+    two |= {"loss_history": [[1, 2.0], [2, 1.1]]}
+    command = [sys.executable, "docs/lab/compare.py", tmp_path / "one", tmp_path / "two"]
+    for change, explained in (
+        ({}, []),
+        ({"workload": work | {"dropout": 0.1}}, ["dropout", "processes"]),
+        ({"workload": work | {"precision": "bf16"}}, ["precision", "strategy", "processes"]),
+        ({"global_batch_size": 128}, ["global batch"]),
+    ):
+        for name, record in (("one", one), ("two", two | change)):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "run.json").write_text(json.dumps(record))
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), str(tmp_path / "two")])
-        compare.main()
-        return capsys.readouterr().out
+        out = run(command).out
+        can = out.split("can explain other losses:")[-1].split("These cannot")[0]
+        assert re.findall(r"^  (.*?):", can, re.M) == explained, out
+        assert "\nStep 2 is the first whose losses differ" in out, out
+        assert ("Nothing in the records explains this" in out) == (not explained), out
+    (tmp_path / "one" / "run.json").write_text("{}")
+    assert "one/run.json is no record of a run" in run(command).error_line()
 
-    for changes, can in (
-        ({"versions": {"torch": "2.15", "deepspeed": "0.19"}, "resumed_from": "x"}, False),
-        ({"workload": work | {"eval_samples": 4}}, False),
-        ({"workload": work | {"precision": "bf16"}}, True),
-        ({"workload": work | {"dropout": 0.1}}, True),
-        ({"global_batch_size": 128}, True),
-    ):
-        printed = said(**ddp, **changes)
-        assert "\nStep 2 is the first whose losses differ" in printed, printed
-        assert ("Nothing in the records explains this" not in printed) == can, printed
-        assert ("  processes: 1 and 2 (" in printed) == ("workload" in changes and can), printed
-    assert "the rest is rounding" in said(strategy="fsdp")
-    with pytest.raises(SystemExit, match="two/run.json is no record of a run: TypeError"):
-        said(loss_history=None)
+
+def test_points_are_not_negative_and_one_fault_does_not_take_all(tmp_path, monkeypatch):
+    (tmp_path / "my_ddp.py").touch()
+    monkeypatch.setattr(grade, "place_for", lambda *_: tmp_path)
+    for fine, others, points in ((9, 1, 36), (1, 11, 0), (0, 10, "")):
+        printed = "ok     a\n" * fine + "later  b\n" * others
+        monkeypatch.setattr(grade, "output_of", lambda *_, printed=printed: printed)
+        row = grade.grade(tmp_path / "my_ddp.py", mock.Mock(seconds=60), tmp_path)
+        assert row["points"] == points

@@ -277,7 +277,7 @@ def check(judge, reference=None, parts=("1",)):
     if not args.script.read_text(errors="replace").strip():
         sys.exit(f"error: {args.script} is empty")
     longest = args.seconds + 60
-    print(f"(It runs on two processes, for about 20 s, or {longest} at most.)", flush=True)
+    print(f"({args.script.name} runs on two processes: 20 s, at most {longest})", flush=True)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -1,0 +1,118 @@
+"""Runs the checkers of exercises 9 and 10 on what a class handed in, and writes one CSV.
+
+python docs/lab/grade.py HANDINS runs/grades.csv
+
+HANDINS has a folder for each student, with the files of the exercises under their names on the
+pages. This runs students' code, with your rights: use an account or a container that has nothing
+else. Such code can also deceive a checker, so read what you grade.
+"""
+
+import argparse
+import contextlib
+import csv
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+# {file: the checker, the part of the exercise, its points}. Exercise 10 is graded by hand.
+FILES = {
+    "my_ddp.py": ("check_ex9.py", "1", 40),
+    "my_flat.py": ("check_ex9.py", "2", 10),
+    "my_overlap.py": ("check_ex9.py", "2b", 10),
+    "my_sharded.py": ("check_ex9.py", "3", 10),
+    "my_accelerate.py": ("check_ex9.py", "4", 10),
+    "mended.py": ("check_ex10.py", "1", 0),
+    "going.py": ("check_ex10.py", "2", 0),
+}
+LOST = 4  # points, for each line that is not ok
+
+
+def place_for(student, folder, variants):
+    """Copy docs/lab into the folder, with the single.py that this student had."""
+    lab = folder / "docs" / "lab"
+    shutil.copytree(HERE, lab)
+    (folder / "accelerate_configs").symlink_to(HERE.parent.parent / "accelerate_configs")
+    if variants:
+        number = int(student.name[-2:])
+        text = (lab / "single.py").read_text()
+        text = re.sub(r"^SEED = \d+", f"SEED = {number}", text, flags=re.M)
+        text = re.sub(r"\(64, \d+\)", f"(64, {32 + 2 * number})", text)
+        text = re.sub(r"\(\d+, 10\)", f"({32 + 2 * number}, 10)", text)
+        (lab / "single.py").write_text(text)
+    return lab
+
+
+def output_of(words, folder, seconds):
+    """What a checker prints. If it takes longer, end it with all that it started: None."""
+    with open(folder / "output", "w+") as output:
+        checker = psutil.Popen(words, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            checker.wait(seconds)
+        except psutil.TimeoutExpired:
+            for process in [checker, *checker.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return None
+        output.seek(0)
+        return output.read()
+
+
+def grade(file, args, folder):
+    """A row of the CSV for this file of a student."""
+    checker, part, full = FILES[file.name]
+    row = {"student": file.parent.name, "file": file.name, "ok": 0, "lines": 0, "points": ""}
+    if not file.is_file():
+        return row | {"points": 0 if full else "", "note": "not handed in"}
+    lab = place_for(file.parent, folder, args.variants)
+    words = [sys.executable, lab / checker, file.resolve(), "--part", part]
+    words += ["--seconds", args.seconds]
+    limit = args.seconds + 120  # The checker ends by itself before that.
+    printed = output_of(list(map(str, words)), folder, limit)
+    if printed is None:
+        return row | {"note": f"look at it: the checker did not end in {limit} s"}
+    lines = re.findall(r"^(ok|WRONG|later)  +(.*)", printed, re.M)
+    wrong = [text for word, text in lines if word == "WRONG"]
+    row |= {"ok": sum(word == "ok" for word, _ in lines), "lines": len(lines)}
+    if row["ok"] == 0:  # One fault can hide all else: no end, or ranks that do not connect.
+        reasons = [line for line in printed.splitlines() if not re.match(r"\(|later", line)]
+        return row | {"note": f"look at it: {' '.join(reasons)[:400]}"}
+    if full:
+        row["points"] = max(0, full - LOST * (row["lines"] - row["ok"]))
+    return row | {"note": "; ".join(wrong)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Run the checkers on what a class handed in.")
+    parser.add_argument("handins", type=Path, help="a folder with a folder for each student")
+    parser.add_argument("csv", type=Path, help="the file to write")
+    parser.add_argument("--seconds", type=int, default=60, help="that a script may take (60)")
+    parser.add_argument("--variants", action="store_true", help="exercise 9 has the variants")
+    args = parser.parse_args()
+    students = sorted(path for path in args.handins.glob("*") if path.is_dir())
+    if not students:
+        sys.exit(f"error: there is no folder of a student in {args.handins}")
+    for student in students:
+        if args.variants and not re.search(r"[0-9]{2}$", student.name):
+            sys.exit(f"error: --variants: the name of {student} does not end in two digits")
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.csv, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["student", "file", "ok", "lines", "points", "note"])
+        writer.writeheader()
+        for student in students:
+            for name in FILES:
+                # A rank whose launcher was killed may still write there for a while.
+                with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                    row = grade(student / name, args, Path(folder))
+                writer.writerow(row)
+                file.flush()
+                print(*row.values(), sep=", ", flush=True)
+
+
+if __name__ == "__main__":
+    main()
