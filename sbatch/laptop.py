@@ -11,9 +11,10 @@ a job. While it runs, break it and mend it from another terminal:
     sudo .venv/bin/python sbatch/laptop.py cut             cut the link between n1 and n2
     sudo .venv/bin/python sbatch/laptop.py mend            mend it
 
-It needs root, and Debian's Slurm, which `make slurm` installs. The shell and the jobs belong to the
-user who typed sudo. The nodes have no network but their own, no GPU but in name, and the disk of
-this machine. So the scripts train on CPU processes. The cluster leaves nothing behind.
+It needs root, and Debian's Slurm, which `make slurm` installs. The shell, the jobs and their files
+belong to the user who typed sudo. The nodes have GPUs only in name, so the scripts train on CPU
+processes. The nodes share the disk of this machine, but not its network: what a script downloads
+has to be there before (`--prepare_data_only`). The cluster leaves nothing behind.
 """
 
 # A node is a process with namespaces of its own (network, host name, processes, IPC, mounts), as a
