@@ -7,9 +7,11 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 
+import laptop
 import pytest
 import torch
 import yaml
@@ -429,3 +431,55 @@ def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "words: \n", "conda would take these for its own"
     assert done.stderr == "error: sbatch/site.sh ended with an error\n"
+
+
+TYPED = {  # while a cluster runs, in this order, and the line that it prints
+    "off n2": "n2 is off",
+    "cut": "error: a node is off, so there is no link between the nodes",
+    "off  n2": "error: n2 is off already",
+    "on n2": "n2 is on",
+    "cut ": "the link between the nodes is cut",
+    "mend": "the link between the nodes is whole",
+    "off n3": "error: no node n3: there are n1 and n2",
+    "true": "error: a cluster is running already: type in its shell, or end it first",
+}
+
+
+def test_a_cluster_at_home(cluster, tmp_path, monkeypatch):
+    """A command submits the job of docs/cluster.md, and waits, while other terminals break the
+    cluster. The next cluster is killed, and one gets a signal. None leaves anything.
+    """
+
+    def start(words, before=""):
+        line = f"env TMPDIR={tmp_path} {before} {sys.executable} sbatch/laptop.py {words} 2>&1"
+        how = {"shell": True, "cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
+        return subprocess.Popen(f"exec {line}", **how)
+
+    def said(words, before=""):
+        started = start(words, before)
+        return started.communicate()[0].strip(), started.returncode
+
+    page, record = (ROOT / "docs/cluster.md").read_text(), tmp_path / "run" / "run.json"
+    [job] = re.findall("^```bash\n(.*?)'\n```", page, re.M | re.S)
+    (tmp_path / "job").write_text(f"{job} --output_dir {record.parent}'")
+    submit = f"sbatch --output={tmp_path}/log {tmp_path}/job"
+    at_home = start(f"bash -c '{submit}; until [ -e {tmp_path}/go ]; do sleep 1; done; exit 7'")
+    cluster.wait_until(lambda: record.exists() and '"completed"' in record.read_text(), 120)
+    for words, line in TYPED.items():
+        assert said(words) == (line, line.startswith("error"))
+    (tmp_path / "go").touch()
+    assert at_home.wait(60) == 7
+    assert [rank["host"] for rank in read(record)["ranks"]] == ["n1", "n2"]
+    for number, code in {signal.SIGKILL: -9, signal.SIGTERM: 143}.items():
+        at_home = start("sleep 600")
+        cluster.wait_until(lambda: said("mend")[1] == 0, 60)
+        at_home.send_signal(number)
+        assert at_home.wait(60) == code and "no cluster is running" in said("off n1")[0]
+    find = f"grep -lsF {tmp_path}/laptop /proc/[1-9]*/environ"
+    assert not subprocess.run(["sh", "-c", find], capture_output=True).stdout
+    assert not (tmp_path / "laptop-cluster").exists()
+
+    assert "error: this machine forbids" in said("true", "setpriv --bounding-set=-sys_admin")[0]
+    assert "error: Slurm is not installed" in said("true", "env PATH=/none")[0]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root: type sudo" in laptop.what_is_missing()
