@@ -55,7 +55,7 @@ def make_place(folder):
     checkout, and the words that run what follows there.
     """
     root, home, tmp, tools = (folder / name for name in ("Übung 1", "home", "tmp", "tools"))
-    for name in ("accelerate_configs", "tests/data", "planning", "reporting"):
+    for name in ("accelerate_configs", "tests/data", "common", "planning", "reporting"):
         shutil.copytree(ROOT / name, root / name)
     for name in ("report.py", "train_bert_squad.py"):
         shutil.copy(ROOT / name, root)
