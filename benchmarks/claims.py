@@ -79,7 +79,7 @@ def standard_errors(logs, one, other):
 
 
 def report_of(logs, order):
-    """The cells of a report of these logarithms, an array of each, and its workload."""
+    """The workload of a report of these logarithms, an array of each cell."""
     places, start = places_of([len(cell) for cell in logs], order), datetime.now(timezone.utc)
     runs = []
     for number, (strategy, values) in enumerate(zip(STRATEGIES, logs, strict=False)):
@@ -90,7 +90,7 @@ def report_of(logs, order):
             runs.append(Run("", {"script": "simulated"}, setting, figures=figures, began=began))
     [workload] = find_workloads(runs)
     find_notes(workload)
-    return workload.cells, workload
+    return workload
 
 
 def shares_of(random, repeats, spreads, order, reports):
@@ -98,7 +98,8 @@ def shares_of(random, repeats, spreads, order, reports):
     note, and those that find DDP faster; and by how much DDP has to be faster in a median report.
     """
     logs = draw(random, repeats, spreads, order, reports)
-    cells, workload = report_of([cell[0] for cell in logs], order)
+    workload = report_of([cell[0] for cell in logs], order)
+    cells = workload.cells
     means = [cell.mean(axis=1) for cell in logs]
     false = np.zeros(reports, bool)
     for one in range(CELLS):

@@ -6,7 +6,7 @@ A sentence calls a cell faster or slower than another one only where the tests s
 from collections.abc import Iterable
 
 from reporting.comparing import Cell, Workload, name_strategy, varies
-from reporting.grounds import AGAIN
+from reporting.grounds import AGAIN, has_other_loss
 from reporting.records import Run
 
 MANY = 4  # more names than this in a sentence are counted, and the table has them
@@ -68,11 +68,7 @@ def say_fastest(workload: Workload) -> str | None:
     """Of the cells on several devices that have repeats and learn what the baseline learns: those
     that train on most samples in a second, which are shown to be slower than none.
     """
-    sound = [
-        cell
-        for cell in workload.cells
-        if cell.devices > 1 and not cell.notes.keys() & {"loss", "diverged"}
-    ]
+    sound = [cell for cell in workload.cells if cell.devices > 1 and not has_other_loss(cell)]
     cells = [cell for cell in sound if len(cell.runs) > 1 and cell.comparison]
     if not cells:
         return None
@@ -118,19 +114,15 @@ def say_fastest(workload: Workload) -> str | None:
 def say_scaling(workload: Workload) -> str | None:
     """Of the cells on the most devices."""
     most = max(cell.devices for cell in workload.cells)
-    cells = [cell for cell in workload.cells if cell.devices == most > 1]
+    cells = [
+        cell for cell in workload.cells if cell.devices == most > 1 and not has_other_loss(cell)
+    ]
     texts = []
     for sure, one, several in (
         ("faster", "gains from more devices", "gain from more devices"),
         ("slower", "is slower than one device", "are slower than one device"),
     ):
-        names = [
-            cell.label
-            for cell in cells
-            if cell.comparison
-            and cell.comparison.sure == sure
-            and not cell.notes.keys() & {"loss", "diverged"}
-        ]
+        names = [cell.label for cell in cells if cell.comparison and cell.comparison.sure == sure]
         if names:
             texts.append(f"{listed(names)} {one if len(names) == 1 else several}")
     return "; ".join(texts) + "." if texts else None
@@ -144,9 +136,7 @@ GROUNDS = {
     "turns": "not measured in turns, so a machine that slows down looks like a slower strategy",
     "hosts": "repeats that differ by host",
 }
-
-
-DETAILED = ("diverged", "loss", "hosts")
+DETAILED = ("diverged", "loss", "hosts")  # with what the note says
 
 
 def say_faults(workload: Workload) -> str | None:

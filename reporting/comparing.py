@@ -1,14 +1,12 @@
 """Cells, which are medians of repeats; what they are against the baseline; and which differences
-their repeats carry, by scipy's tests.
+their repeats carry, by Dunnett's and Tukey's tests.
 """
 
-import contextlib
 import functools
 import json
 import math
 import statistics
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -78,6 +76,21 @@ class Cell:
     def logs(self) -> list[float]:
         """The logarithms of what a sample took in each repeat."""
         return [math.log(run.cost) for run in self.runs]
+
+    @property
+    def freedom(self) -> int:
+        """The degrees of freedom of its repeats."""
+        return len(self.runs) - 1
+
+    @property
+    def squares(self) -> float:
+        """The sum of squares of the logarithms around their mean."""
+        return statistics.variance(self.logs) * self.freedom if self.freedom else 0.0
+
+    @property
+    def note(self) -> str:
+        """All of its notes in words."""
+        return ", ".join(self.notes.values())
 
     @property
     def devices(self) -> int:
@@ -294,8 +307,8 @@ def varies(cell: Cell) -> bool:
 def dunnett_intervals(base: Cell, cells: list[Cell], level: float) -> Intervals:
     """Cells against a baseline."""
     groups = [base, *cells]
-    freedom = sum(len(cell.runs) - 1 for cell in groups)
-    squares = sum(statistics.variance(cell.logs) * (len(cell.runs) - 1) for cell in groups)
+    freedom = sum(cell.freedom for cell in groups)
+    squares = sum(cell.squares for cell in groups)
     repeats = numpy.array([len(cell.runs) for cell in cells])
     point = dunnett_point(len(base.runs), repeats, freedom, level)
     found = {}
@@ -333,21 +346,12 @@ def dunnett_point(of_base: int, repeats: Any, freedom: int, level: float) -> flo
 
 def tukey_intervals(cells: list[Cell], level: float) -> Intervals:
     """All pairs of these cells."""
-    with quiet():
-        low, high = tukey_hsd(*(cell.logs for cell in cells)).confidence_interval(level)
+    low, high = tukey_hsd(*(cell.logs for cell in cells)).confidence_interval(level)
     return {
         (one, other): (float(low[i, j]), float(high[i, j]))
         for i, one in enumerate(cells)
         for j, other in enumerate(cells)
     }
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings: times that are equal to the last digit make some."""
-    with warnings.catch_warnings(), numpy.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:

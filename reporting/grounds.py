@@ -44,6 +44,11 @@ def find_notes(workload: Workload) -> None:
 AGAIN = ("steps", "start", "late")
 
 
+def has_other_loss(cell: Cell) -> bool:
+    """Whether its notes say that it did not learn what the baseline learned."""
+    return "loss" in cell.notes or "diverged" in cell.notes
+
+
 def few_steps(cell: Cell) -> str:
     steps = cell.figures.steps
     return f"{steps:.0f} steps are too few" if steps is not None and steps < FEW_STEPS else ""
@@ -68,15 +73,13 @@ def find_scattered(workload: Workload) -> list[Cell]:
     largest variance.
     """
     cells = [cell for cell in workload.cells if len(cell.runs) > 1]
-    squares = [statistics.variance(cell.logs) * (len(cell.runs) - 1) for cell in cells]
-    total = sum(squares)
-    freedoms = [len(cell.runs) - 1 for cell in cells]
-    if len(cells) < 2 or not total:
+    squares, freedoms = sum(cell.squares for cell in cells), sum(cell.freedom for cell in cells)
+    if len(cells) < 2 or not squares:
         return []
     return [
         cell
-        for cell, square, freedom in zip(cells, squares, freedoms, strict=True)
-        if square / total > largest_share(freedom, sum(freedoms), len(cells))
+        for cell in cells
+        if cell.squares / squares > largest_share(cell.freedom, freedoms, len(cells))
     ]
 
 

@@ -250,7 +250,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
         "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
-        "note": ", ".join(cell.notes.values()),
+        "note": cell.note,
         "median run": cell.median.name,
         "log": cell.median.log,
     }
@@ -384,7 +384,7 @@ def plain_row(cell: Cell) -> dict[str, Any]:
             "step_seconds": cell.step_seconds,
             "seconds_per_sample": cell.cost if cell.figures.samples_trained else None,
             "mfu": cell.mfu,
-            "note": ", ".join(cell.notes.values()),
+            "note": cell.note,
             "fixed": cell.fixed,
             "weak_speedup": cell.weak and cell.weak.speedup,
             "strong_speedup": cell.strong and cell.strong.speedup,

@@ -6,6 +6,7 @@ name beside it. A picture has at most MOST names: those that reach the most devi
 the fastest; it says how many it leaves out, and the table has them.
 """
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import matplotlib
 
 from common.facts import STRATEGIES
 from common.printing import own_file, printable
-from reporting.comparing import Cell, Comparison, Workload, quiet
+from reporting.comparing import Cell, Comparison, Workload
 
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot  # noqa: E402  after the choice above
@@ -60,7 +61,8 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
         pyplot.close(figure)
 
     kinds = {"efficiency": ("weak", "by_hand"), "efficiency-strong": ("strong",)}
-    with quiet(), pyplot.rc_context(STYLE):  # A missing glyph is no matter: text stays text.
+    with warnings.catch_warnings(), pyplot.rc_context(STYLE):
+        warnings.simplefilter("ignore")  # A missing glyph is no matter: text stays text.
         for name, of_kind in kinds.items():
             pairs = [(cell, getattr(cell, kind)) for cell in workload.cells for kind in of_kind]
             points = [(cell, one) for cell, one in pairs if one and not cell.is_baseline]
