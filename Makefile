@@ -95,7 +95,10 @@ test-faults: dev  ## break runs on a two-node Slurm in every way; as root, half 
 
 test-gpu: dev  ## prove it on this machine's GPUs, and write runs/gpu/gpu-report.md
 	mkdir -p runs/gpu
-	bash -o pipefail -c "$(BIN)/python -m pytest -m gpu tests/test_gpu.py | tee runs/gpu/gpu-report.md"
+	bash -o pipefail -c "$(BIN)/python -m pytest -m gpu | tee runs/gpu/gpu-report.md"
+
+canary: dev  ## find out which releases train right; ROWS="accelerate==1.14.0": these; hours
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python benchmarks/versions.py --rows "$(ROWS)"
 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \
@@ -122,4 +125,4 @@ clean:  ## remove .venv; of a link, the link only
 
 .NOTPARALLEL:  # `make clean setup` cleans first.
 .PHONY: help setup dev train train-bert sweep test test-all slurm \
-	test-faults test-gpu lint bench bench-gpu clean
+	test-faults test-gpu canary lint bench bench-gpu clean

@@ -43,7 +43,8 @@ from pathlib import Path
 import psutil
 import torch
 
-# Import it now: the first optimizer would, and its memory would be counted as training.
+# Workaround optimizers_import_dynamo (torch 2.15): import it now. The first optimizer would, and
+# its memory would be counted as training.
 import torch._dynamo
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState, utils
@@ -81,8 +82,9 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # DeepSpeed reads the batch size from the loaders that are prepared with the model, so the test
-    # loader is prepared separately.
+    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): DeepSpeed reads the batch
+    # size from the loaders that are prepared with the model, so the test loader is prepared
+    # separately.
     test_loader = accelerator.prepare(test_loader)
     utils.set_seed(args.seed, device_specific=True)  # Each rank has its own dropout masks.
     load_checkpoint(accelerator, progress, checkpoint)
@@ -155,7 +157,8 @@ def train(
 
 def batches_left(accelerator, loader, epoch, progress):
     """The batches of an epoch that the run has not trained on, and none after its last step."""
-    # Call it first: on what skip_first_batches returns it does nothing (accelerate 1.15).
+    # Workaround epoch_of_a_skipped_loader (accelerate 1.15): call it first, as it does not reach
+    # BERT's sampler through what skip_first_batches returns.
     loader.set_epoch(epoch)
     accumulation = accelerator.gradient_accumulation_steps
     done = progress.step - epoch * progress.steps_per_epoch
@@ -213,10 +216,11 @@ def save_checkpoint(accelerator, progress):
     """Save what --resume needs. It gets its name when all of it is on disk. A collective."""
     folder = Path(accelerator.project_dir) / "checkpoints"
     partial = folder / "partial"
-    # safetensors makes files that only their owner may read (mode 0600).
+    # Workaround safetensors_are_private (safetensors 0.8): its files have mode 0600.
     accelerator.save_state(partial, safe_serialization=False)
     if accelerator.is_main_process:
-        # JSON, as accelerate would load registered objects in a way that can run code.
+        # Workaround registered_objects_run_code (accelerate 1.15): write JSON, as accelerate loads
+        # registered objects in a way that can run code.
         state = {key: value for key, value in vars(progress).items() if key not in OF_THIS_PROCESS}
         state |= {"processes": accelerator.num_processes, "gpus": torch.cuda.device_count()}
         (partial / "progress.json").write_text(json.dumps(state))
@@ -274,12 +278,13 @@ def keep_best(accelerator, model, progress):
 def save_model(accelerator, model, folder):
     """Save the weights, gathered from all ranks. A kill leaves the old ones. A collective."""
     weights = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to rank 0 alone.
-    # accelerate 1.15 leaves torch.compile's prefix in the names.
+    # Workaround prefix_of_compiled_weights (accelerate 1.15): torch.compile puts it before names.
     weights = {name.replace("_orig_mod.", ""): weight.float() for name, weight in weights.items()}
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
         utils.save(weights, f"{folder}/.partial", safe_serialization=True)
-        # safetensors lets only the owner read a file (mode 0600). Give it the mode of another.
+        # Workaround safetensors_are_private (safetensors 0.8): only the owner may read its files
+        # (mode 0600). Give the file the mode of another.
         shutil.copymode(f"{accelerator.project_dir}/.lock", f"{folder}/.partial")
         os.replace(f"{folder}/.partial", f"{folder}/model.safetensors")
 
@@ -322,14 +327,19 @@ class RowLSTM(nn.Module):
         self.head = nn.Linear(hidden_size, 10)
 
     def forward(self, rows):
-        """Without autocast, which on CUDA would run an LSTM in fp16 where bf16 is asked for."""
+        """Logits without autocast, but in the dtype of the weights."""
+        # Workaround autocast_runs_an_lstm_in_fp16 (torch 2.15): on CUDA, autocast to bf16 would run
+        # an LSTM in fp16.
         with torch.autocast(rows.device.type, enabled=False):
             outputs, _ = self.lstm(rows.to(self.head.weight.dtype))
         return self.head(self.dropout(outputs[:, -1]))
 
 
 class UnflattenedLSTM(nn.LSTM):
-    """An LSTM that does not flatten its weights: on a GPU torch would move them away from FSDP2."""
+    """An LSTM that does not flatten its weights."""
+
+    # Workaround flattened_weights_leave_fsdp (torch 2.15): on a GPU, torch would move the weights
+    # away from FSDP2.
 
     def flatten_parameters(self):
         warnings.filterwarnings("ignore", message="RNN module weights are not part")
@@ -366,9 +376,11 @@ def read_mnist(data_dir):
 
     raw = Path(data_dir, "MNIST", "raw")
     old = raw.with_name("processed")
+    # Workaround torchvision_reads_old_files (torchvision 0.29): it prefers them to raw/.
     if (old / "training.pt").exists() and (old / "test.pt").exists():
         abort(f"torchvision would read {old} instead of {raw}: remove it")
-    # torchvision waits for ever for a silent server. It tries two, each of several addresses.
+    # Workaround torchvision_waits_for_ever (torchvision 0.29): it has no timeout. It tries two
+    # servers, each of several addresses.
     socket.setdefaulttimeout(7)
     # Its progress bar would fill a log.
     no_bars = contextlib.redirect_stderr(io.StringIO())
@@ -416,8 +428,9 @@ def make_loaders(accelerator, args, images, record):
     sampler = RandomSampler(train_images, num_samples=samples)
     micro_batch = args.per_device_train_batch_size * record["devices"]
     eval_batch = args.per_device_eval_batch_size * record["devices"]
-    # Give the loaders their own generator. Otherwise they advance the one that dropout uses, and a
-    # resumed run has other masks. Images makes whole batches, so there is nothing to collate.
+    # Workaround loaders_draw_random_numbers (torch 2.15): give the loaders their own generator.
+    # Otherwise they advance the one that dropout uses, and a resumed run has other masks.
+    # Images makes whole batches, so there is nothing to collate.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
     train_loader = DataLoader(train_images, micro_batch, sampler=sampler, **options)
     return train_loader, DataLoader(test_images, eval_batch, **options)
@@ -516,19 +529,22 @@ def load_checkpoint(accelerator, progress, checkpoint):
             restore_random_states(f"{checkpoint}/random_states_{accelerator.process_index}.pkl")
         for name in vars(progress).keys() - OF_THIS_PROCESS:
             setattr(progress, name, state[name])
-    # FSDP raises CheckpointException, which is no Exception.
+    # Workaround checkpoint_errors_are_no_exceptions (torch 2.15): FSDP's CheckpointException is a
+    # BaseException.
     except BaseException as problem:
         if isinstance(problem, (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError)):
             raise
         abort(f"cannot load {checkpoint}: {type(problem).__name__}: {problem}"[:400] + REMOVE_IT)
     progress.resumed_from = checkpoint
-    # It counts micro-batches of the old run, which may have had more of them per step.
+    # Workaround count_of_micro_batches (accelerate 1.15): it loads that of the old run, which may
+    # have had more micro-batches per step.
     accelerator.step = 0
 
 
 def restore_random_states(file):
     """Give the generators their states of a checkpoint, or raise an error."""
-    # accelerate 1.15 goes on without them, with other dropout masks (accelerate#4283).
+    # Workaround lost_random_states (accelerate#4283): accelerate 1.15 goes on without them, with
+    # other dropout masks.
     states = utils.load(file)
     torch.set_rng_state(states["torch_manual_seed"])
     if torch.cuda.is_available():
@@ -544,7 +560,8 @@ def make_accelerator(args):
         del os.environ["ACCELERATE_DYNAMO_MODE"]
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    # accelerate 1.15 reads them in several places, and some of these understand only "true".
+    # Workaround flags_that_must_say_true (accelerate 1.15): it reads them in several places, and
+    # some of these understand only "true".
     os.environ |= {"ACCELERATE_USE_FSDP": str(fsdp), "ACCELERATE_USE_DEEPSPEED": str(zero)}
     check_launch(fsdp, zero)
     if torch.cuda.is_available():
@@ -585,7 +602,8 @@ def check_launch(fsdp, zero):
     """Refuse a launch that would silently be another run."""
     env = os.environ.get
     gpus = torch.cuda.device_count()
-    # The launcher also sets MASTER_ADDR when it starts one process instead of --num_processes.
+    # Workaround ranks_train_alone (accelerate 1.15): each rank trains alone if LOCAL_RANK is not
+    # set. The launcher also sets MASTER_ADDR when it starts one process instead of --num_processes.
     alone = env("WORLD_SIZE", "1") == env("SLURM_STEP_NUM_TASKS", "1") == "1"
     if "LOCAL_RANK" not in os.environ and (not alone or "MASTER_ADDR" in os.environ):
         abort(
@@ -594,7 +612,7 @@ def check_launch(fsdp, zero):
         )
     if 0 < gpus < int(env("LOCAL_WORLD_SIZE", 1)):
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")
-    # accelerate's default is version 1.
+    # Workaround fsdp_version_is_1 (accelerate 1.15): version 1 is its default.
     if fsdp and env("FSDP_VERSION", "1") != "2":
         abort("fsdp_version must be 2: write it into the YAML, or set FSDP_VERSION=2")
     # In torch 2.15, restarted ranks may connect to the ports of those that died.
@@ -606,8 +624,8 @@ def check_launch(fsdp, zero):
 
 def launched_with_dynamo():
     """Whether the `accelerate launch` that started this rank, or its YAML, asks for a compiler."""
-    # accelerate 1.15 sets its variable for all ranks except DeepSpeed's, so read the launcher's
-    # command line.
+    # Workaround deepspeed_gets_no_compiler (accelerate 1.15): it sets its variable for all ranks
+    # except DeepSpeed's, so read the launcher's command line.
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -635,13 +653,16 @@ def connect_cpu_ranks(fsdp, zero):
     # A rank and its gloo threads are faster on cores of their own.
     if 1 < ranks <= len(cores):
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without it, deepspeed 0.19.8 warns.
+    # Workaround deepspeed_warns_on_a_cpu (deepspeed 0.19.8): say that there is no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if zero:
         import deepspeed.ops
 
-        # Otherwise deepspeed 0.19.8 compiles it for 20 seconds, into the user's home.
+        # Workaround deepspeed_compiles_on_a_cpu (deepspeed 0.19.8): it would take 20 seconds, and
+        # write into the user's home.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # accelerate 1.15 shards on CPUs only over gloo, and only if the type says MULTI_GPU.
+    # Workaround no_fsdp_on_a_cpu (accelerate 1.15): it shards on CPUs only over gloo, and only if
+    # the type says MULTI_GPU.
     sharded = fsdp or zero
     state = PartialState(cpu=not sharded, backend="gloo" if sharded else None)
     if fsdp:
@@ -670,40 +691,50 @@ def configure_deepspeed(accelerator, args):
     if unknown:
         known = ", ".join(sorted(DEEPSPEED_KEYS))
         abort(f"DeepSpeed's JSON may not have {unknown[0]}, only {known}")
-    # save_model needs it in every precision.
+    # Workaround zero_3_gathers_no_weights (deepspeed 0.19.8): save_model needs it in any precision.
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    if config.get("gradient_clipping", "auto") == "auto":  # DeepSpeed would clip to 1.0.
+    # Workaround deepspeed_clips_unasked (accelerate 1.15): it would clip to 1.0.
+    if config.get("gradient_clipping", "auto") == "auto":
         config["gradient_clipping"] = 0.0
     if args.max_grad_norm:
         config["gradient_clipping"] = args.max_grad_norm
+        # Workaround clipping_needs_the_norm (deepspeed 0.19.8): it refuses to clip without it.
         zero.pop("compute_grad_norm", None)
+    # Workaround deepspeed_globs_its_folder (deepspeed 0.19.8): it takes the path for a pattern.
     if re.search(r"[*?\[]", os.path.abspath(accelerator.project_dir)):
         abort(f"DeepSpeed cannot load from {accelerator.project_dir}: choose a path without * ? [")
 
 
 def configure_fsdp(plugin, args):
     """Set in FSDP's plugin what a YAML cannot say, and refuse what would train otherwise."""
+    # Workaround ram_efficient_loading (accelerate 1.15): optimizers of other ranks lack a new head.
     if plugin.cpu_ram_efficient_loading:
         abort("write fsdp_cpu_ram_efficient_loading: false, or a new head is not trained")
+    # Workaround fsdp_checkpointing_masks (accelerate 1.15): it does not keep the random state.
     if plugin.activation_checkpointing and args.dropout:
         abort(
             "fsdp_activation_checkpointing computes other dropout masks the second time: use "
             "train_bert_squad.py's --activation_checkpointing instead"
         )
     if not torch.cuda.is_available():
-        plugin.cpu_offload.pin_memory = False  # torch 2.15 pins for a GPU only.
+        # Workaround offloading_pins_memory (torch 2.15): it pins memory for a GPU only.
+        plugin.cpu_offload.pin_memory = False
 
 
 def check_accelerator(accelerator, strategy, args):
     """Refuse settings with which accelerate would silently train otherwise."""
     precision = accelerator.mixed_precision
+    # Workaround launchers_accumulation_wins (accelerate 1.15): over the script's, silently.
     if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
         abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
+    # Workaround fp16_without_a_gpu (accelerate 1.15): it would compute in fp32, silently.
     if precision == "fp16" and not torch.cuda.is_available():
         abort("fp16 needs a GPU, and without one accelerate would compute in fp32: use bf16 or no")
+    # Workaround threads_autocast_to_fp16 (torch 2.15): the dtype of autocast is a thread's own.
     if precision == "bf16" and strategy == "dp":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
+    # Workaround missing_trackers (accelerate 1.15): it leaves them out, silently.
     if args.with_tracking and not accelerator.log_with:
         abort(f"--report_to {args.report_to}: no such tracker is installed here")
 
@@ -1039,7 +1070,8 @@ def explain(problem, args):
     texts = [f"{type(error).__name__}: {error}".rstrip(": ") for error in chain]
     text = ", after ".join(texts)[:380]
     full = any(getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for error in chain)
-    # torch and safetensors lose the number of the error, so ask the disk.
+    # Workaround errors_without_their_number (torch 2.15, safetensors 0.8): they lose the number of
+    # the error, so ask the disk.
     # The folder or the flags may be missing.
     with contextlib.suppress(OSError, AttributeError):
         full = full or shutil.disk_usage(args.output_dir or "runs").free < 2**20

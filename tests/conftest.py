@@ -30,6 +30,10 @@ STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
 RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
 
 
+class RunFailed(Exception):
+    """A run that should have ended with exit code 0. Its text is all that the run printed."""
+
+
 class Result:
     """A finished run of a script: exit code, output, and what lies in its output directory."""
 
@@ -121,8 +125,8 @@ def launch(
         result = run([*ACCELERATE, *words, *argv], Path(folder), env, timeout)
     else:
         result = run_forked(words, argv, Path(folder), env, timeout)
-    if ok:
-        assert result.code == 0, f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}"
+    if ok and result.code:
+        raise RunFailed(f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}")
     return result
 
 
@@ -216,12 +220,17 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Tables: what tests noted by `record_property(head, row)`."""
-    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-    head = None
-    for new, row in [noted for report in reports for noted in report.user_properties]:
-        if new != head:
-            terminalreporter.write_line(new)
-        head = new
-        terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")
+SAID = set()
+
+
+@pytest.fixture
+def say_row(capsys):
+    """A function that prints a row of a table at once, with its head before the first one."""
+
+    def say(head, row):
+        with capsys.disabled():
+            print("" if head in SAID else f"\n{head}")
+            print(f"| {' | '.join(map(str, row))} |", end="", flush=True)
+        SAID.add(head)
+
+    return say

@@ -76,6 +76,7 @@ def assert_same_numbers(result, baseline):
     assert record["tokens"] == reference["tokens"]
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_numbers_as_the_baseline(strategy, baseline, runs):
     """With accumulation, from the same samples in the same order. Features in batches of 7 from 2
@@ -114,6 +115,7 @@ def answer(model, tokenizer, question, context):
     return text
 
 
+@pytest.mark.canary
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_saved_models_answer_the_same_when_transformers_loads_them(strategy, runs):
@@ -223,6 +225,7 @@ def undisturbed(tmp_path_factory):
     return cache(lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *words))
 
 
+@pytest.mark.canary
 @pytest.mark.slow
 def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
     """Rank 1 gets it in step 19. What goes on has seen the rest of what the undisturbed run saw.

@@ -119,6 +119,7 @@ def features(cache, tokenizer):
     return script.load_features(script.read_questions(options(), "train"), tokenizer, options())
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize(
     "context, text, covered",
     [
@@ -162,6 +163,7 @@ def test_the_place_of_later_answers_does_not_matter(tmp_path):
     assert question["answers"]["text"] == ["Rosa", "a mill", "mill"]
 
 
+@pytest.mark.canary
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatch):
     questions, original, made = script.read_questions(options(), "train"), script.find_span, []
     monkeypatch.setattr(script, "find_span", lambda *args: made.append(1) or original(*args))
@@ -248,6 +250,7 @@ def test_global_batches_have_similar_lengths_and_lose_no_sample():
     assert spread.mean() < 15  # of 354
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize(
     "prediction, references, v1, v2",
     [

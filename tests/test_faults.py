@@ -106,7 +106,7 @@ def undisturbed(cluster, tmp_path_factory):
     [pytest.param(*case, marks=() if case == QUICK else pytest.mark.matrix) for case in CASES],
 )
 def test_a_disturbed_run_ends_like_an_undisturbed_one(
-    cluster, undisturbed, record_property, tmp_path, fault, strategy, request
+    cluster, undisturbed, say_row, tmp_path, fault, strategy, request
 ):
     request.addfinalizer(cluster.tidy)
     limited = fault == "reach the time limit"
@@ -124,7 +124,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     assert len(starts) == 1 or starts and (limited or fault == "cut the link")
     repeated = sum(before[1] - after[1] + 1 for before, after in starts)
     recovery = max(after[0] - before[0] for before, after in starts)
-    record_property(TABLE, (fault, strategy, f"{recovery:.0f}", repeated))
+    say_row(TABLE, (fault, strategy, f"{recovery:.0f}", repeated))
     assert ended.record["resumed_from"] and struck < starts[0][1][0] and recovery < 300, ended.out
     assert 0 <= repeated <= EPOCH * (fault in HARD), "more than since the last epoch's checkpoint"
     if fault in ("warn of the time limit", "signal the tasks only"):  # all went in good order

@@ -25,11 +25,12 @@ SHORT = "--max_train_steps 20 --dropout 0 --learning_rate 1e-4".split()
 # differs. bf16 has 8 bits.
 TOLERANCE = {"no": 1e-4, "bf16": 0.05}
 YAMLS = ["baseline", "dp", "ddp", "fsdp", "zero2", "zero3"]
+# What one GPU can do comes first.
 CASES = [
     (script, yaml, processes, precision)
-    for precision in TOLERANCE
-    for script in ("train_mnist_rnn.py", "train_bert_squad.py")
     for processes in (1, 2)
+    for script in ("train_mnist_rnn.py", "train_bert_squad.py")
+    for precision in TOLERANCE
     for yaml in YAMLS + RUNGS * (script == "train_bert_squad.py")
     if processes == 1 or yaml not in ("baseline", "dp")
     if (yaml, precision) != ("dp", "bf16")
@@ -92,7 +93,7 @@ def train(gpus, model, tmp_path_factory):
 
 @pytest.mark.parametrize("script, yaml, processes, precision", CASES)
 def test_every_strategy_has_the_baselines_losses_and_the_memory_of_the_formula(
-    script, yaml, processes, precision, gpus, model, train, record_property
+    script, yaml, processes, precision, gpus, model, train, say_row
 ):
     if processes > len(gpus):
         pytest.skip("needs two GPUs")
@@ -108,7 +109,7 @@ def test_every_strategy_has_the_baselines_losses_and_the_memory_of_the_formula(
         formula = memory_of(yaml, sizes, *batch, processes, precision)["total"] / 1e6
     row = [script, yaml, processes, precision.replace("no", "fp32"), f"{worst:.1e}"]
     row += [f"{number:,.0f}" if number else "" for number in (peak, formula)]
-    record_property(TABLE, [*row, record["device_name"]])
+    say_row(TABLE, [*row, record["device_name"]])
     assert worst <= TOLERANCE[precision] and len(baseline.losses) == 20
     assert CPU or formula is None or peak == pytest.approx(formula, rel=0.15)
 
@@ -121,7 +122,7 @@ def test_bf16_runs_save_the_same_names_and_dtypes_under_every_strategy(script, t
     assert all(kind == kinds[0] for kind in kinds)
 
 
-def test_the_link_of_two_gpus(gpus, tmp_path, record_property):
+def test_the_link_of_two_gpus(gpus, tmp_path, say_row):
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
     words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 check.py".split()
@@ -131,5 +132,5 @@ def test_the_link_of_two_gpus(gpus, tmp_path, record_property):
     found = json.loads((tmp_path / "check.json").read_text())
     line = found["collectives"]["all_reduce"]
     rate, latency = line["bandwidth_bytes_per_second"] / 1e9, line["latency_seconds"] * 1e6
-    record_property(LINK, (found["backend"], f"{rate:.1f}", f"{latency:.0f}"))
+    say_row(LINK, (found["backend"], f"{rate:.1f}", f"{latency:.0f}"))
     assert found["backend"] == ("gloo" if CPU else "nccl")

@@ -53,6 +53,7 @@ def assert_same_numbers(result, baseline):
     assert result.record["metrics"] == baseline.record["metrics"]
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
     """With accumulation, from the same samples in every step. 360 test images in batches of 7 from

@@ -83,6 +83,7 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize(
     "strategy, order, seen, step",
     [
