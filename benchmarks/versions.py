@@ -90,20 +90,23 @@ def call_uv(*words):
 def measure(row):
     """What the tests find in the environment of a row."""
     found = {"date": date.today().isoformat(), "row": row}
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CANARY_DIR")) as folder:
-        try:
-            python = make_environment(row, f"{folder}/env")
-        except RuntimeError as problem:
-            return found | {"installed": str(problem)}
-        ask = "import importlib.metadata as m, platform, sys; print(platform.python_version(), "
-        ask += "*[m.version(name) for name in sys.argv[1:]])"
-        versions = subprocess.check_output([python, "-c", ask, *LIBRARIES], text=True).split()
-        found["versions"] = dict(zip(["python", *LIBRARIES], versions, strict=True))
-        report = Path(folder, "report.xml")
-        words = [python, "-m", "pytest", "-q", "-m", "canary and not gpu", f"--junitxml={report}"]
-        print(f"{row}: {found['versions']}", flush=True)
-        subprocess.run([*words, "-p", "no:cacheprovider"], cwd=ROOT, stdout=sys.stderr)
-        return found | read_report(report)
+    # Always the same folder, so that Python finds again what it has compiled for other rows.
+    folder = Path(os.environ.get("CANARY_DIR", tempfile.gettempdir()), "canary")
+    os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/compiled"
+    try:
+        python = make_environment(row, folder / "env")
+    except RuntimeError as problem:
+        return found | {"installed": str(problem)}
+    subprocess.run([python, "-m", "compileall", "-q", "-j0", folder / "env"], capture_output=True)
+    ask = "import importlib.metadata as m, platform, sys; print(platform.python_version(), "
+    ask += "*[m.version(name) for name in sys.argv[1:]])"
+    versions = subprocess.check_output([python, "-c", ask, *LIBRARIES], text=True).split()
+    found["versions"] = dict(zip(["python", *LIBRARIES], versions, strict=True))
+    print(f"{row}: {found['versions']}", flush=True)
+    report = folder / "report.xml"
+    words = ["-q", "-m", "canary and not gpu", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    subprocess.run([python, "-m", "pytest", *words], cwd=ROOT, stdout=sys.stderr)
+    return found | read_report(report)
 
 
 def read_report(file):

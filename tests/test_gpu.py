@@ -72,7 +72,8 @@ def train(gpus, model, tmp_path_factory):
 
     @functools.cache
     def start(script, yaml, processes, precision):
-        devices = min(2, len(gpus)) if yaml == "dp" else processes
+        # On a CPU, dp has one device.
+        devices = min(2, len(gpus)) if yaml == "dp" and not CPU else processes
         env = {VISIBLE: ",".join(gpus[:devices])}
         if precision == "no":  # The scripts turn on TF32, with which equal losses cannot be told.
             env["NVIDIA_TF32_OVERRIDE"] = "0"

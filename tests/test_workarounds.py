@@ -11,29 +11,43 @@ import os
 import pickle
 import re
 import resource
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
+import datasets
+import evaluate
+import huggingface_hub
 import pytest
 import torch
+import transformers
 import warm
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed import TCPStore
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torchvision.datasets import MNIST
+from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {path: path.read_text() for path in sorted(ROOT.glob("train_*.py"))}
 PROGRAMS = {}
 
 
-def workaround(libraries, line, ranks=0, gpu=False, **env):
+def workaround(library, line, ranks=0, gpu=False):
     """Decorator: what a program shows is why the scripts have `line`. Its docstring says it."""
 
     def note(program):
-        PROGRAMS[program.__name__] = (program, libraries, line, ranks, gpu, env)
+        PROGRAMS[program.__name__] = (program, library, line, ranks, gpu)
         return program
 
     return note
@@ -50,8 +64,6 @@ def fails(action):
 
 def prepared(*loaders, batch=4, **options):
     """An Accelerator for CPU ranks, and what it made of a model, its optimizer, and loaders."""
-    from accelerate import Accelerator
-
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loaders = loaders or [DataLoader(TensorDataset(torch.ones(8, 4)), batch)]
@@ -62,7 +74,6 @@ def prepared(*loaders, batch=4, **options):
 def deepspeed(stage, **config):
     """What `prepared` needs for ZeRO over gloo."""
     import deepspeed.ops
-    from accelerate import DeepSpeedPlugin, PartialState
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PartialState(backend="gloo")
@@ -73,8 +84,6 @@ def deepspeed(stage, **config):
 
 def bert():
     """A tiny BERT."""
-    from transformers import BertConfig, BertForQuestionAnswering
-
     config = BertConfig.from_pretrained(ROOT / "tests" / "data" / "tiny_bert")
     return BertForQuestionAnswering(config).eval()
 
@@ -98,8 +107,6 @@ class EpochSampler(SequentialSampler):
 def epoch_of_a_skipped_loader():
     """With several ranks, set_epoch does not reach a sampler of one's own through what
     skip_first_batches returns."""
-    from accelerate import Accelerator
-
     accelerator = Accelerator(cpu=True)
     numbers = TensorDataset(torch.arange(16))
     loader = accelerator.prepare(DataLoader(numbers, 2, sampler=EpochSampler(numbers)))
@@ -161,9 +168,6 @@ def prefix_of_compiled_weights():
 @workaround("accelerate", "dynamo_plugin.dynamic = None")
 def dynamic_shapes_off():
     """The launcher turns dynamic shapes off, so each new shape is compiled until torch gives up."""
-    from accelerate import Accelerator
-    from torch._dynamo.testing import CompileCounter
-
     words = "--config_file accelerate_configs/ddp.yaml --dynamo_backend eager x.py".split()
     os.chdir(ROOT)
     os.environ |= warm.what_the_launcher_starts(words, dict(os.environ))[1]
@@ -181,8 +185,6 @@ def dynamic_shapes_off():
 @workaround("accelerate", "would train alone. Use ddp.yaml")
 def ranks_train_alone():
     """Processes of which MASTER_ADDR and WORLD_SIZE say that they belong together train alone."""
-    from accelerate import Accelerator
-
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     return Accelerator().num_processes == 1
 
@@ -190,16 +192,12 @@ def ranks_train_alone():
 @workaround("accelerate", '"fsdp_version must be 2')
 def fsdp_version_is_1():
     """Where FSDP_VERSION is not set, accelerate takes version 1."""
-    from accelerate import FullyShardedDataParallelPlugin
-
     return FullyShardedDataParallelPlugin().fsdp_version == 1
 
 
 @workaround("accelerate", 'os.environ |= {"ACCELERATE_USE_FSDP": str(fsdp)')
 def flags_that_must_say_true():
     """ACCELERATE_USE_FSDP=1 is true in some places of accelerate, and false in others."""
-    from accelerate import Accelerator
-
     os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
     state = Accelerator(cpu=True).state
     return state.fsdp_plugin is None if hasattr(state, "fsdp_plugin") else True
@@ -220,8 +218,6 @@ def deepspeed_gets_no_compiler():
 @workaround("accelerate", "only the script's --gradient_accumulation_steps counts")
 def launchers_accumulation_wins():
     """The launcher's number of micro-batches wins over the script's, without a word."""
-    from accelerate import Accelerator
-
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     return accelerator.gradient_accumulation_steps == 4
@@ -241,8 +237,6 @@ def fp16_without_a_gpu():
 @workaround("accelerate", "no such tracker is installed here")
 def missing_trackers():
     """A tracker that is not installed is left out."""
-    from accelerate import Accelerator
-
     return Accelerator(cpu=True, log_with="comet_ml").log_with == []
 
 
@@ -252,21 +246,12 @@ def missing_trackers():
 @workaround("accelerate", "state.distributed_type = utils.DistributedType.MULTI_GPU", ranks=1)
 def no_fsdp_on_a_cpu():
     """On a CPU, accelerate shards nothing, without a word."""
-    from accelerate import Accelerator, DistributedType
-
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     return Accelerator(cpu=True).distributed_type != DistributedType.FSDP
 
 
 def fsdp(model, **options):
     """An Accelerator that shards over gloo, and what it made of a model."""
-    from accelerate import (
-        Accelerator,
-        DistributedType,
-        FullyShardedDataParallelPlugin,
-        PartialState,
-    )
-
     PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
     defaults = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
     defaults["cpu_ram_efficient_loading"] = False
@@ -304,9 +289,6 @@ def fsdp_checkpointing_masks():
 @workaround("accelerate", '"write fsdp_cpu_ram_efficient_loading: false', ranks=2)
 def ram_efficient_loading():
     """With fsdp_cpu_ram_efficient_loading, ranks other than 0 do not train a new head."""
-    from accelerate import PartialState
-    from transformers import BertForQuestionAnswering
-
     PartialState(backend="gloo")
     rank = int(os.environ["RANK"])
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -323,7 +305,6 @@ def ram_efficient_loading():
 @workaround("torch", "plugin.cpu_offload.pin_memory = False", ranks=1)
 def offloading_pins_memory():
     """FSDP2's offloading wants to pin memory for a GPU, where there is none."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     def train():
         model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
@@ -336,8 +317,6 @@ def offloading_pins_memory():
 @workaround("torch", 'config.architectures = ["BertForQuestionAnswering"]', ranks=1)
 def fsdp_renames_classes():
     """FSDP2 gives a sharded module another class."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.distributed.init_process_group("gloo")
     return type(fully_shard(nn.Linear(4, 4))).__name__ != "Linear"
 
@@ -345,8 +324,6 @@ def fsdp_renames_classes():
 @workaround("torch", "except BaseException as problem:\n        if isinstance(problem, (Keyb")
 def checkpoint_errors_are_no_exceptions():
     """What torch raises if it cannot load a sharded checkpoint is no Exception."""
-    from torch.distributed.checkpoint import CheckpointException
-
     return not issubclass(CheckpointException, Exception)
 
 
@@ -450,15 +427,12 @@ def errors_without_their_number():
 @workaround("transformers", "transformers.integrations.unset_hf_deepspeed_config()", ranks=1)
 def zero_3_shards_while_loading():
     """Under ZeRO-3, from_pretrained shards at once, and draws a new head otherwise."""
-    from transformers import BertForQuestionAnswering
-    from transformers.integrations import HfDeepSpeedConfig
-
     bert().bert.save_pretrained("encoder")
     torch.manual_seed(0)
     whole = BertForQuestionAnswering.from_pretrained("encoder").qa_outputs.weight
     deepspeed(3)
     sizes = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1}
-    keep = HfDeepSpeedConfig(sizes | {"zero_optimization": {"stage": 3}})
+    keep = transformers.integrations.HfDeepSpeedConfig(sizes | {"zero_optimization": {"stage": 3}})
     torch.manual_seed(0)
     model = BertForQuestionAnswering.from_pretrained("encoder")
     return bool(keep) and model.qa_outputs.weight.shape != whole.shape
@@ -481,8 +455,6 @@ def eager_attention_adds_masks():
 @workaround("transformers", "tokenizer.backend_tokenizer.no_truncation()")
 def tokenizers_remember_truncation():
     """A tokenizer keeps the truncation of its last call."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "data" / "tiny_bert")
     before = tokenizer.backend_tokenizer.to_str()
     tokenizer("a b c d", truncation=True, max_length=3)
@@ -492,8 +464,6 @@ def tokenizers_remember_truncation():
 @workaround("datasets", "cache_file_name=")
 def datasets_in_memory_have_no_cache():
     """What `map` makes of questions in memory is in no cache."""
-    import datasets
-
     rows = datasets.Dataset.from_list([{"a": 1}]).map(lambda row: {"b": row["a"]})
     return not rows.cache_files
 
@@ -501,16 +471,12 @@ def datasets_in_memory_have_no_cache():
 @workaround("evaluate", "class Squad(evaluate.Metric)")
 def squad_metric_needs_a_network():
     """The package evaluate has SQuAD's scores on the Hub alone."""
-    import evaluate
-
     return fails(lambda: evaluate.load("squad"))
 
 
 @workaround("safetensors", 'shutil.copymode(f"{accelerator.project_dir}/.lock"')
 def safetensors_are_private():
     """A file of safetensors can be read by its owner alone, whatever the umask says."""
-    from safetensors.torch import save_file
-
     os.umask(0o022)
     save_file({"a": torch.ones(1)}, "a")
     return stat.S_IMODE(os.stat("a").st_mode) == 0o600
@@ -519,8 +485,6 @@ def safetensors_are_private():
 @workaround("torchvision", "would read {old} instead of {raw}")
 def torchvision_reads_old_files():
     """torchvision reads processed/*.pt, if an old torchvision left them."""
-    from torchvision.datasets import MNIST
-
     folder = Path("MNIST", "processed")
     folder.mkdir(parents=True)
     for name in ("training.pt", "test.pt"):
@@ -530,8 +494,6 @@ def torchvision_reads_old_files():
 
 def silent_server():
     """The address of a server that accepts connections, and says nothing."""
-    import socket
-
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=lambda: [listener.accept() for _ in range(9)], daemon=True).start()
     return listener, f"http://127.0.0.1:{listener.getsockname()[1]}/"
@@ -548,9 +510,6 @@ def still_waits(action, seconds=1.5):
 @workaround("torchvision", "socket.setdefaulttimeout(7)")
 def torchvision_waits_for_ever():
     """torchvision sets no timeout for its downloads."""
-    import urllib.request
-
-    from torchvision.datasets import MNIST
 
     asked = []
     urlopen = urllib.request.urlopen
@@ -569,8 +528,6 @@ def torchvision_waits_for_ever():
 @workaround("huggingface_hub", "timeout=20)")
 def the_hub_waits_for_ever():
     """huggingface_hub sets no timeout when it asks for a model."""
-    import huggingface_hub
-
     listener, address = silent_server()
     huggingface_hub.constants.HF_HUB_OFFLINE = False
     api = huggingface_hub.HfApi(endpoint=address)
@@ -583,8 +540,6 @@ def the_hub_waits_for_ever():
 @workaround("torch", "class UnflattenedLSTM(nn.LSTM)", ranks=1, gpu=True)
 def flattened_weights_leave_fsdp():
     """On a GPU, an LSTM that flattens its weights moves them away from FSDP2."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.distributed.init_process_group("nccl")
     torch.cuda.set_device(0)
     outputs = []
@@ -634,7 +589,7 @@ def be_rank(connection, name, environment, folder):
     os.environ.update(environment)
     os.chdir(folder)
     try:
-        program, *_, gpu, _ = PROGRAMS[name]
+        program, *_, gpu = PROGRAMS[name]
         lacks_gpu = gpu and not torch.cuda.is_available()
         result = None if lacks_gpu else bool(program())
     except Exception as problem:
@@ -647,8 +602,8 @@ def run_program(name, folder):
     """What a program returns on each rank."""
     import isolated  # here, as it would change the environment of the forked processes
 
-    _, _, _, ranks, gpu, env = PROGRAMS[name]
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | env
+    *_, ranks, gpu = PROGRAMS[name]
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     if gpu and isolated.VISIBLE_GPUS is None:
         del environment["CUDA_VISIBLE_DEVICES"]
     elif gpu:
@@ -678,7 +633,7 @@ def run_program(name, folder):
 
 
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.slow]
-NAMES = [pytest.param(name, marks=ON_A_GPU * gpu) for name, (*_, gpu, _) in PROGRAMS.items()]
+NAMES = [pytest.param(name, marks=ON_A_GPU * gpu) for name, (*_, gpu) in PROGRAMS.items()]
 
 
 def test_each_workaround_of_the_scripts_has_a_program():
