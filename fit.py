@@ -21,8 +21,9 @@ import re
 import signal
 from pathlib import Path
 
-from common.facts import STRATEGIES, UNREADABLE, name_yaml
+from common.facts import UNREADABLE
 from common.printing import OneLineParser, markdown_table, stop
+from common.strategies import STRATEGIES, name_yaml
 from planning.memory import (
     SIZES,
     count_parameters,
@@ -173,11 +174,11 @@ def make_rows(args):
     """The table's rows, as text: the names of the columns, then one row for each YAML."""
     parts = ["parameters", "gradients", "states", "buffers", "activations", "total", "host"]
     yield ["MB", "params", "grads", *parts[2:], "fits", "batch", "with AC"]
-    for strategy in STRATEGIES:
-        if strategy == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
+    for strategy, known in STRATEGIES.items():
+        if known.family == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
             yield [strategy, *[""] * len(parts), "-", "-", "-"]
             continue
-        shards = args.num_processes // (args.num_machines if strategy == "hsdp" else 1)
+        shards = args.num_processes // (args.num_machines if known.family == "hsdp" else 1)
         rest = args.max_seq_length, shards, args.mixed_precision
         held = memory_of(
             strategy,

@@ -17,8 +17,8 @@ from datetime import datetime, timedelta, timezone
 import numpy as np
 import side_by_side  # noqa: F401  It makes reporting importable.
 
-from common.facts import STRATEGIES
 from common.printing import markdown_table
+from common.strategies import STRATEGIES
 from reporting.comparing import find_workloads
 from reporting.grounds import find_notes, largest_share
 from reporting.records import Figures, Run, Setting

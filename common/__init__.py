@@ -1,1 +1,1 @@
-"""What several rooms need: the strategies, what a record says of its own, and printing."""
+"""What several rooms need: the strategies, what a GPU can do, and printing."""

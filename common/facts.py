@@ -1,69 +1,9 @@
-"""The strategies by name, what a record says of its own, and a run's share of a GPU's peak."""
+"""What collectives send, and a run's share of a GPU's peak."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A YAML of accelerate_configs/: its name in a report, and where it keeps parameters, gradients
-    and optimizer states.
-
-    "whole": on each device. "shard": 1/n of it on each of n devices; in HSDP n counts the devices
-    that share a replica. "host": each process has its 1/n in the memory of the CPU.
-    """
-
-    label: str
-    parameters: str
-    gradients: str
-    states: str
-
-
-# In the order of tables. Where each part is: sections 5.1 to 5.3 of ZeRO,
-# https://arxiv.org/abs/1910.02054; the host is that of ZeRO-Offload,
-# https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the gradients as well.
-STRATEGIES = {
-    "baseline": Strategy("baseline", "whole", "whole", "whole"),
-    "dp": Strategy("DP", "whole", "whole", "whole"),  # on GPU 0
-    "ddp": Strategy("DDP", "whole", "whole", "whole"),
-    "fsdp": Strategy("FSDP", "shard", "shard", "shard"),
-    # What fsdp_keep gathers and keeps is in memory.bytes_of_buffers.
-    "fsdp_keep": Strategy("FSDP keep", "shard", "shard", "shard"),
-    "fsdp_offload": Strategy("FSDP offload", "host", "host", "host"),
-    "hsdp": Strategy("HSDP", "shard", "shard", "shard"),
-    "zero1": Strategy("ZeRO-1", "whole", "shard", "shard"),
-    "zero2": Strategy("ZeRO-2", "whole", "shard", "shard"),
-    "zero2_offload": Strategy("ZeRO-2 offload", "whole", "host", "host"),
-    "zero3": Strategy("ZeRO-3", "shard", "shard", "shard"),
-    "zero3_offload": Strategy("ZeRO-3 offload", "host", "host", "host"),
-}
-
-# HSDP's sizes in a record's `strategy_options`; the launcher's names have a prefix.
-REPLICAS, SHARDS = "dp_replicate_size", "dp_shard_size"
-
-
-def name_yaml(strategy, options):
-    """The YAML of accelerate_configs/ that a record's `strategy` and `strategy_options` are from:
-    "fsdp_keep" is "fsdp" that does not reshard. The strategy itself for other options.
-    """
-    keeps = str(options.get("reshard_after_forward")).lower() == "false"
-    offloads = str(options.get("offload_params")).lower() == "true"
-    if strategy == "fsdp" and keeps != offloads:
-        return "fsdp_keep" if keeps else "fsdp_offload"
-    on_host = [
-        (options.get(name) or {}).get("device") == "cpu"
-        for name in ("offload_optimizer", "offload_param")
-    ]
-    offloaded = [strategy, *on_host] in (["zero2", True, False], ["zero3", True, True])
-    return f"{strategy}_offload" if offloaded else strategy
-
-
-def shards_of(options, devices):
-    """The ranks that divide a model among them: in HSDP those of a replica, and else all."""
-    return int(options.get(SHARDS, devices))
 
 
 def bus_share(collective, ranks):

@@ -32,7 +32,6 @@ class Tally:
         entry[1] += size
 
     def clear(self):
-        """Forget all calls."""
         self.found.clear()
 
     def rows(self):
@@ -52,19 +51,15 @@ class Done(dist._Work):
         self._future.set_result(result)
 
     def wait(self, timeout=None):
-        """Nothing is left to wait for."""
         return True
 
     def is_completed(self):
-        """It is."""
         return True
 
     def is_success(self):
-        """Nothing can fail that is not sent."""
         return True
 
     def get_future(self):
-        """The result, as a future that is done."""
         return self._future
 
 

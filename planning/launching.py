@@ -6,7 +6,7 @@ from pathlib import Path
 from accelerate.commands import launch as launcher
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from common.facts import REPLICAS, SHARDS
+from common.strategies import REPLICAS, SHARDS
 
 SIZES_OF_HSDP = [f"parallelism_config_{name}" for name in (REPLICAS, SHARDS)]
 HANDED_OVER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")

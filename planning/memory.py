@@ -2,27 +2,18 @@
 
 import bisect
 
-from common.facts import STRATEGIES, shards_of
+from common.strategies import STRATEGIES, shards_of
 
-SIZES = [
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-]
-
-EARLY = ("ddp", "zero3", "zero3_offload")  # gradients are there before the backward pass makes them
-BUCKET = 10_000_000  # elements: reduce_bucket_size in accelerate_configs/zero*.json
-LIVE = 30_000_000  # parameters: stage3_max_live_parameters in zero3*.json
+SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"]
+SIZES += ["max_position_embeddings", "type_vocab_size"]
+EARLY = ("ddp", "zero3")  # gradients are there before the backward pass makes them
 
 
 def compute_dtype(strategy, precision):
     """How a forward pass computes: "no" is fp32 throughout. In "bf16" weights and activations are
     bf16, as FSDP and DeepSpeed make them. In "autocast" weights stay fp32 and products are bf16.
     """
-    autocast = precision == "bf16" and strategy in ("baseline", "dp", "ddp")
+    autocast = precision == "bf16" and STRATEGIES[strategy].family in ("baseline", "dp", "ddp")
     return "autocast" if autocast else precision
 
 
@@ -35,12 +26,13 @@ def bytes_of_parts(strategy, parameters, devices, precision="no"):
     optimizer works on a copy of its parameters in fp32, 4 more; with that copy, parameters and
     gradients of its bf16 are 2 each. Offloaded gradients are fp32.
     """
-    zero = strategy.startswith("zero")
+    known = STRATEGIES[strategy]
+    zero = known.family.startswith("zero")
     size = 2 if precision == "bf16" and zero else 4
-    bytes_each = size, 4 if strategy.endswith("_offload") else size, 12 if zero else 8
+    bytes_each = size, 4 if known.gradients == "host" else size, 12 if zero else 8
     parts = dict.fromkeys(("parameters", "gradients", "states", "host"), 0)
     for name, each in zip(parts, bytes_each, strict=False):
-        place = getattr(STRATEGIES[strategy], name)
+        place = getattr(known, name)
         share = each * parameters / (1 if place == "whole" else devices)
         parts["host" if place == "host" else name] += share
     return parts
@@ -98,27 +90,31 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
     activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
     buffer that reduces them. At the end of the backward pass the embeddings take two places at a
-    time: gathered and as a gradient, or as a gradient and in the buffer. fsdp_keep has all
-    parameters gathered, up to the backward pass of their layer. ZeRO has the settings of its JSON:
+    time: gathered and as a gradient, or as a gradient and in the buffer. Without resharding, all
+    parameters stay gathered up to the backward pass of their layer. ZeRO has its JSON's settings:
     one or two buckets, and gathered parameters. In its step DeepSpeed copies its gradients into one
-    tensor and that into fp32, and ZeRO-2 offloads by way of a buffer for the largest parameter.
+    tensor and that into fp32. ZeRO-1 and 2 offload by way of a buffer for the largest parameter.
     These are read in the libraries' code. docs/lab/12-ladder.md has counted totals.
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
     step = (4 if precision == "no" else 6) * parameters / devices
-    if strategy.startswith(("fsdp", "hsdp")):
-        gathered = parameters if strategy == "fsdp_keep" else 2 * layer
+    known = STRATEGIES[strategy]
+    if known.family in ("fsdp", "hsdp"):
+        keeps = known.options.get("reshard_after_forward") == "false"
+        gathered = parameters if keeps else 2 * layer
         first = size * (embeddings + 3 * layer)
         return size * (gathered + 2 * layer), first, size * 2 * embeddings
-    if strategy in ("zero1", "zero2"):
-        return size * 2 * BUCKET, size * 2 * BUCKET, step
-    if strategy == "zero2_offload":
+    if known.family == "zero3":
+        bucket = size * float(known.options["reduce_bucket_size"])
+        live = bucket + size * min(parameters, float(known.options["stage3_max_live_parameters"]))
+        return live, live, bucket + (step if known.states == "shard" else 0)
+    if known.family.startswith("zero"):
+        buckets = 2 * size * float(known.options["reduce_bucket_size"])
+        if known.states == "shard":
+            return buckets, buckets, step
         largest = size * model["vocab_size"] * model["hidden_size"]
-        return size * 2 * BUCKET + largest, size * 2 * BUCKET + largest, largest
-    if strategy.startswith("zero3"):
-        live = size * (BUCKET + min(parameters, LIVE))
-        return live, live, size * BUCKET + (step if strategy == "zero3" else 0)
+        return buckets + largest, buckets + largest, largest
     copies = 0 if precision == "no" else 2 * weights
     return copies, copies / model["num_hidden_layers"], 0
 
@@ -156,7 +152,7 @@ def memory_of(
     """
     parameters, embeddings = count_parameters(model)[:2]
     parts = bytes_of_parts(strategy, parameters, devices, precision)
-    gradients, host = parts["gradients"], parts.pop("host")
+    gradients, host, family = parts["gradients"], parts.pop("host"), STRATEGIES[strategy].family
     dtype, tokens = compute_dtype(strategy, precision), batch * length
     layers, hidden, inner = (model[name] for name in SIZES[:3])
     size = 4 if dtype == "no" else 2
@@ -168,7 +164,7 @@ def memory_of(
     kept = in_layers + outside
     way = tokens * size * (hidden + inner)
     buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
-    early = gradients if strategy in EARLY else 0
+    early = gradients if family in EARLY else 0
     made = max(early, gradients * (1 - embeddings / parameters))  # the embeddings' come last
     # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
     anew = in_layer if activation_checkpointing and dtype == "autocast" else buffers
@@ -179,7 +175,7 @@ def memory_of(
         "backward, at the embeddings": gradients + after,
     }
     total = parts["parameters"] + parts["states"] + max(moments.values())
-    if strategy.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
+    if family.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
         host += size * parameters / devices
     return parts | {
         "buffers": max(buffers, in_layer, after),
@@ -255,7 +251,7 @@ def bytes_to_accumulate(run):
     """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
     besides those that any step needs.
     """
-    copies = run["yaml"] in ("ddp", "zero1") or run["yaml"].startswith(("fsdp", "hsdp"))
+    copies = STRATEGIES[run["yaml"]].family in ("ddp", "zero1", "fsdp", "hsdp")
     return 4 * run["parameters"] * copies
 
 
@@ -266,14 +262,11 @@ def next_rungs(run, activations, saved):
     """
 
     def needed(strategy, devices):
-        """Bytes of parameters, gradients and states on a device, with what fsdp_keep gathers."""
+        """Bytes of parameters, gradients and states on a device, with what it keeps gathered."""
         parts = bytes_of_parts(strategy, run["parameters"], devices, run["dtype"])
-        gathered = (4 if run["dtype"] == "no" else 2) * run["parameters"]
-        return (
-            sum(parts.values())
-            - (0 if run["on_cpu"] else parts["host"])
-            + gathered * (strategy == "fsdp_keep")
-        )
+        keeps = STRATEGIES[strategy].options.get("reshard_after_forward") == "false"
+        gathered = (4 if run["dtype"] == "no" else 2) * run["parameters"] * keeps
+        return sum(parts.values()) + gathered - (0 if run["on_cpu"] else parts["host"])
 
     def rung_of(name):
         return f"accelerate_configs/{name}.yaml on {ranks} devices", now - needed(name, ranks)
@@ -296,6 +289,6 @@ def next_rungs(run, activations, saved):
     rungs.append(rung_of("fsdp"))
     if not run["on_cpu"]:
         rungs.append(rung_of("fsdp_offload"))
-    if run["yaml"].startswith(("fsdp", "zero3")):
+    if STRATEGIES[run["yaml"]].family in ("fsdp", "zero3"):
         rungs.append(("twice as many devices", now - needed(run["yaml"], 2 * ranks)))
     return [rung for rung in rungs if rung[1] >= 1e6]

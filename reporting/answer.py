@@ -5,7 +5,8 @@ A sentence calls a cell faster or slower than another one only where the tests s
 
 from collections.abc import Iterable
 
-from reporting.comparing import Cell, Workload, name_strategy, varies
+from common.strategies import label_of
+from reporting.comparing import Cell, Workload, varies
 from reporting.grounds import AGAIN, has_other_loss
 from reporting.records import Run
 
@@ -174,7 +175,7 @@ def say_lost(workload: Workload) -> str | None:
     """Repeats that were started or planned and are no timings, with the reason of each."""
     groups: dict[str, list[Run]] = {}
     for run in workload.lost:
-        name = f"{name_strategy(run.setting)} on {run.setting.shape}"
+        name = f"{label_of(run.setting.strategy)} on {run.setting.shape}"
         groups.setdefault(name, []).append(run)
     texts = []
     for name, runs in groups.items():

@@ -15,7 +15,8 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, norm, tukey_hsd
 from scipy.stats import t as t_distribution
 
-from common.facts import STRATEGIES, flops_utilization
+from common.facts import flops_utilization
+from common.strategies import label_of, place_of
 from reporting.records import MEANT, Figures, Run, Setting
 
 FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
@@ -124,7 +125,7 @@ class Cell:
     @property
     def name(self) -> str:
         more = ", activation checkpointing" if self.setting.activation_checkpointing else ""
-        return name_strategy(self.setting) + more
+        return label_of(self.setting.strategy) + more
 
     @property
     def label(self) -> str:
@@ -242,17 +243,10 @@ def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
     return workload
 
 
-def name_strategy(setting: Setting) -> str:
-    """The strategy as people write it: DDP, ZeRO-2."""
-    known = STRATEGIES.get(setting.strategy)
-    return known.label if known else setting.strategy
-
-
 def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
     """Where a cell stands in tables: by strategy, devices, nodes and batch."""
     setting = cell.setting
-    names = list(STRATEGIES)
-    place = names.index(setting.strategy) if setting.strategy in names else len(names)
+    place = place_of(setting.strategy)
     batch = setting.global_batch_size or 0
     checkpointing = setting.activation_checkpointing
     return place, setting.strategy, checkpointing, setting.devices, setting.nodes, batch

@@ -11,15 +11,14 @@ from typing import Any
 
 import markdown
 
-from common.facts import STRATEGIES
 from common.printing import markdown_table, printable
+from common.strategies import FAMILIES, label_of
 from reporting.answer import sentences
 from reporting.comparing import (
     Cell,
     Comparison,
     Workload,
     find_differences,
-    name_strategy,
     order_of,
 )
 from reporting.records import Run
@@ -185,9 +184,9 @@ def shape_tables(
     for run in lost:
         shape = run.setting.nodes, run.setting.gpus_per_node
         place = min((place for _, place in found if place[:2] == shape), default=(*shape, 0))
-        name = name_strategy(run.setting)
+        name = label_of(run.setting.strategy)
         found.setdefault((name, place), ["no result"])
-        order.setdefault(name, len(STRATEGIES))
+        order.setdefault(name, len(FAMILIES))
     lost.clear()
     places = sorted({place for _, place in found}, key=lambda it: (it[0] * it[1], it[0], it[2]))
     names = sorted(order, key=lambda name: (order[name], name))

@@ -8,13 +8,14 @@ the fastest; it says how many it leaves out, and the table has them.
 
 import warnings
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from common.facts import STRATEGIES
 from common.printing import own_file, printable
+from common.strategies import FAMILIES, STRATEGIES
 from reporting.comparing import Cell, Comparison, Workload
 
 matplotlib.use("Agg")  # files only, no screen
@@ -35,15 +36,17 @@ STYLE: Any = {
 }
 NO_METADATA = {"Date": None, "Creator": None}
 
-# A variant has the colour of its strategy. A larger marker means activation checkpointing. Colours:
+# A variant has the colour of its strategy, and a marker and dash of its own, while there are any. A
+# larger marker means activation checkpointing. Colours:
 # Okabe and Ito, https://jfly.uni-koeln.de/color/
-FAMILIES = dict.fromkeys(name.split("_")[0] for name in STRATEGIES)
 COLOURS = "#000000 #999999 #0072B2 #D55E00 #A6761D #E69F00 #009E73 #CC79A7".split()
 COLOUR_OF = dict(zip(FAMILIES, COLOURS, strict=True))
-MARKERS = "ovs^<>p*DhPX"
-DASHES: list[Any] = ["-", ":", "--", "-.", (0, (7, 2, 1, 2)), (0, (2, 2)), (0, (5, 2, 1, 2, 1, 2))]
-DASHES += [(0, (5, 1)), (0, (3, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (1, 3))]
-LOOKS = dict(zip(STRATEGIES, zip(MARKERS, DASHES, strict=True), strict=True))
+MARKERS = "ovs^p*DP<>hX8Hd"
+DASHES: list[Any] = ["-", ":", "--", "-.", (0, (5, 2, 1, 2, 1, 2)), (0, (5, 1)), (0, (3, 1, 1, 1))]
+DASHES += [(0, (1, 1)), (0, (7, 2, 1, 2)), (0, (2, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3))]
+LOOKS = dict(
+    zip({**FAMILIES, **STRATEGIES}, zip(MARKERS, cycle(DASHES), strict=False), strict=False)
+)
 
 Point = tuple[Cell, Comparison]
 Named = tuple[str, float, float, str]  # a name, where its point is, and its colour

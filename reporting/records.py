@@ -27,8 +27,9 @@ from pydantic import (
     ValidationError,
 )
 
-from common.facts import UNREADABLE, name_yaml
+from common.facts import UNREADABLE
 from common.printing import one_line
+from common.strategies import name_yaml
 
 # -------- a run.json
 

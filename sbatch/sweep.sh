@@ -65,15 +65,16 @@ shapes=${shapes:-$one $several}
 
 cells=() gpu_minutes=0
 for repeat in $(seq "$repeats"); do for strategy in $strategies; do
-    [ -f "accelerate_configs/$strategy.yaml" ] ||
-        fail "no strategy $strategy: no accelerate_configs/$strategy.yaml"
+    yaml=accelerate_configs/$strategy.yaml
+    [ -f "$yaml" ] || fail "no strategy $strategy: no $yaml"
     for shape in $([ "$strategy" = baseline ] && echo 1x1 || echo "$shapes"); do
         [[ $shape =~ ^([1-9][0-9]*)x([1-9][0-9]*)$ ]] ||
             fail "a shape is NODESxGPUS, such as 2x1; got $shape"
         nodes=${BASH_REMATCH[1]} gpus=${BASH_REMATCH[2]}
         [ "$strategy" != dp ] || { [ "$nodes" = 1 ] && [ "$gpus" != 1 ] && [ "$here" -gt 1 ]; } ||
             continue # it is a matter of several GPUs
-        [ "$strategy" != hsdp ] || { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || continue
+        { [ "$nodes" != 1 ] && [ "$gpus" != 1 ]; } || ! grep -q ^parallelism_config: "$yaml" ||
+            continue # HSDP
         [ -z "$local" ] || [ "$nodes" = 1 ] || fail "--local is one node, but a shape is $shape"
         [ -z "$global_batch_size" ] || [ $((global_batch_size % (nodes * gpus))) = 0 ] ||
             fail "--global_batch_size $global_batch_size does not divide by" \
