@@ -20,14 +20,18 @@ import warm
 from safetensors.torch import load_file
 from xdist.scheduler import LoadScopeScheduling
 
+from common.strategies import STRATEGIES as YAMLS
+
 ROOT = Path(__file__).resolve().parent.parent
 # SQuAD and a model; absent on most machines. See README.md.
 REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
 
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # those of several processes
-RUNGS = ["zero1", "fsdp_keep", "fsdp_offload", "zero2_offload", "zero3_offload"]  # of the ladder
+STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # what quick tests train with
+# The other YAMLs of two processes.
+RUNGS = [name for name, known in YAMLS.items() if known.family not in ("baseline", "dp", "hsdp")]
+RUNGS = [name for name in RUNGS if name not in STRATEGIES]
 
 
 class RunFailed(Exception):
@@ -98,10 +102,10 @@ def environment(changes):
     return os.environ | ours | (changes or {})
 
 
-def run_forked(words, argv, folder, env, timeout):
+def run_forked(words, argv, folder, env, timeout, root=ROOT):
     """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        code = warm.run_ranks(words, argv, environment(env), ROOT, out.name, err.name, timeout)
+        code = warm.run_ranks(words, argv, environment(env), root, out.name, err.name, timeout)
         return Result(code, out.read(), err.read(), folder)
 
 

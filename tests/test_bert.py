@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT, STRATEGIES, launch
+from conftest import ROOT, RUNGS, STRATEGIES, launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_bert_data import options
 from test_mnist import RECORD
-from test_mnist_resume import assert_near, assert_same_end, ids_seen, step_of
+from test_mnist_resume import assert_near, assert_same_end, ids_seen, slow, step_of
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 import train_bert_squad as script
@@ -77,7 +77,7 @@ def assert_same_numbers(result, baseline):
 
 
 @pytest.mark.canary
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *slow(*RUNGS)])
 def test_same_numbers_as_the_baseline(strategy, baseline, runs):
     """With accumulation, from the same samples in the same order. Features in batches of 7 from 2
     processes: the last round is uneven, and each still counts once.
@@ -198,8 +198,7 @@ def test_tokens_and_padding_are_those_of_the_batches(runs):
 @pytest.mark.slow
 def test_clipping_is_the_same_under_every_strategy(tmp_path):
     """The first three accumulate and checkpoint activations besides."""
-    clipped = ["--max_grad_norm", 1.0, "--max_train_steps", 8, "--with_tracking"]
-    clipped += ["--logging_steps", 2]
+    clipped = "--max_grad_norm 1.0 --max_train_steps 8 --with_tracking --logging_steps 2".split()
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
 
     def norms(run):

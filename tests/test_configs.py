@@ -1,18 +1,25 @@
 """The YAMLs and DeepSpeed's JSONs hold a strategy and nothing else; accelerate and DeepSpeed read
-every key.
+every key. A new strategy is a YAML, and no other edit.
 """
 
 import json
+import math
+import re
+import shutil
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, RUNGS, STRATEGIES
+from conftest import ROOT, run, run_forked
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from test_bert import TINY
+from test_fit import PSI, rows_of
 
-from planning import memory
+from common.strategies import STRATEGIES, name_yaml
 
 CONFIGS = ROOT / "accelerate_configs"
 YAMLS, JSONS = (sorted(CONFIGS.glob(f"*.{kind}")) for kind in ("yaml", "json"))
@@ -36,6 +43,7 @@ JSON_KEYS = {*JSON_VALUES, "zero_optimization", "zero_force_ds_cpu_optimizer"}
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_yaml_holds_the_strategy_only(path):
+    """A report tells its records from those of other YAMLs, and its name begins with theirs."""
     text = path.read_text()
     written = yaml.safe_load(text)
     assert set(written) <= {field.name for field in fields(ClusterConfig)}, "keys that are not read"
@@ -50,34 +58,86 @@ def test_yaml_holds_the_strategy_only(path):
     config = ClusterConfig.from_yaml_file(str(path))
     zero = config.distributed_type == "DEEPSPEED"
     assert config.mixed_precision == (None if zero else "no")
-    assert config.num_processes == {"baseline": 1, "dp": 1, "hsdp": 4}.get(path.stem, 2)
-
-
-def test_there_is_one_yaml_a_strategy():
-    names = ["baseline", "dp", "hsdp", *STRATEGIES, *RUNGS]
-    assert sorted(path.stem for path in YAMLS) == sorted(names)
+    known = STRATEGIES[path.stem]
+    assert path.stem.split("_")[0] == known.family
+    assert name_yaml(known.family, known.options) == path.stem
+    assert config.num_processes == {"baseline": 1, "dp": 1, "hsdp": 4}.get(known.family, 2)
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_deepspeeds_json_holds_the_strategy_only(path):
-    """It is the one that the YAML of its name names. A variant differs from its base in nothing
-    else.
+    """It is the one that the YAML of its name names. A variant differs from its base in one or
+    two options.
     """
     config = json.loads(path.read_text())
     assert set(config) <= JSON_KEYS and JSON_VALUES.items() <= config.items()
     zero = config["zero_optimization"]
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     assert set(zero) <= known, "DeepSpeed has no such key"
-    assert zero["reduce_bucket_size"] == memory.BUCKET, "fit.py's formulas count on it"
-    assert path.stem.removesuffix("_offload") == f"zero{zero['stage']}"
     named = yaml.safe_load(path.with_suffix(".yaml").read_text())["deepspeed_config"]
     assert named["deepspeed_config_file"] == f"accelerate_configs/{path.name}"
-    base = CONFIGS / f"zero{max(2, zero['stage'])}.json"
-    base = json.loads(base.read_text())["zero_optimization"] | {"stage": zero["stage"]}
-    moved = {"zero2_offload": ["optimizer"], "zero3_offload": ["optimizer", "param"]}
-    moved = moved.get(path.stem, [])
-    if moved:  # DeepSpeed wants the norm then, and refuses to go without
+    base = json.loads((CONFIGS / f"zero{max(2, zero['stage'])}.json").read_text())
+    base = base["zero_optimization"] | {"stage": zero["stage"]}
+    on_host = [value for name, value in zero.items() if name.startswith("offload_")]
+    if on_host:  # DeepSpeed wants the norm then, and refuses to go without
         base.pop("compute_grad_norm", None)
-    place = {"device": "cpu", "pin_memory": True}
-    assert zero == base | {f"offload_{part}": place for part in moved}
-    assert config.get("zero_force_ds_cpu_optimizer", True) is not bool(moved)
+    changed = [name for name in {*zero, *base} if zero.get(name) != base.get(name)]
+    assert len(changed) in ((1, 2) if "_" in path.stem else (0,)), changed
+    assert all(place == {"device": "cpu", "pin_memory": True} for place in on_host)
+    assert config.get("zero_force_ds_cpu_optimizer", True) is not bool(on_host)
+
+
+NEW = "zero1_offload"  # ZeRO-1 with its optimizer states on the host
+BERT = ["train_bert_squad.py", *TINY, "--per_device_train_batch_size", "2", "--output_dir"]
+DIGITS = "train_mnist_rnn.py --dataset digits --max_train_steps 2 --output_dir".split()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The project with a new YAML and its JSON."""
+    copy = tmp_path / "project"
+    for name in "accelerate_configs common docs planning reporting sbatch tests".split():
+        shutil.copytree(ROOT / name, copy / name)
+    for file in filter(Path.is_file, ROOT.glob("*.*")):
+        shutil.copy(file, copy)
+    for kind in ("yaml", "json"):
+        text = (CONFIGS / f"zero2_offload.{kind}").read_text().replace("zero2_offload", NEW)
+        text = text.replace('"stage": 2', '"stage": 1')
+        (copy / "accelerate_configs" / f"{NEW}.{kind}").write_text(text)
+    return copy
+
+
+def test_a_new_yaml_needs_no_other_edit(copy):
+    """fit.py, dry_run.py, sweep.sh, the report and the tests know it. It stands between ZeRO-1 and
+    ZeRO-2.
+    """
+
+    def run_there(*words):
+        done = run(["env", "-C", str(copy), *words])
+        assert done.code == 0, done.out + done.err
+        return done.out
+
+    def train(yaml, *argv):
+        words = ["--config_file", f"{copy}/accelerate_configs/{yaml}.yaml"]
+        done = run_forked(words, argv, None, {}, 240, copy)
+        assert done.code == 0, done.err
+
+    head, *rows = rows_of(run_there(sys.executable, "fit.py", "40GB", "--num_processes", "8"))
+    place = [row[0] for row in rows].index(NEW)
+    assert (rows[place - 1][0], rows[place + 1][0]) == ("zero1", "zero2")
+    row = dict(zip(head, rows[place], strict=True))
+    held = [math.ceil(size / 1e6) for size in (4 * PSI, 0, 0, (4 + 12 + 4) * PSI / 8)]
+    assert [int(row[part]) for part in ("params", "grads", "states", "host")] == held
+    train("baseline", "dry_run.py", "2", f"accelerate_configs/{NEW}.yaml", *BERT, "dry")
+    dry = json.loads((copy / "dry" / "dry_run.json").read_text())
+    assert sum(dry["held_bytes"].values()) == pytest.approx(12 * dry["parameters"], rel=0.06)
+    out = run_there("sbatch/sweep.sh", "--dry_run", "--strategies", NEW)
+    assert f"\n{NEW}-2x2-r1\n" in out
+    for name in ("zero2", NEW, "zero1"):
+        train(name, *DIGITS, f"runs/{name}")
+    run_there(sys.executable, "report.py", "runs")
+    report = (copy / "runs" / "report.md").read_text()
+    assert re.search(r"\| ZeRO-1 +\| ZeRO-1 offload +\| ZeRO-2 +\|", report)
+    tests = "tests/test_configs.py", "tests/test_fit.py"
+    out = run_there(sys.executable, "-m", "pytest", "-k", f"{NEW} or every_yaml", *tests)
+    assert "3 passed" in out  # the YAML, the JSON, and a row of fit.py

@@ -2,7 +2,6 @@
 what is counted on a CPU.
 """
 
-import json
 import math
 import re
 import shlex
@@ -19,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fit
 import train_bert_squad
+from common.strategies import STRATEGIES
 from planning import memory
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
 NO_RECORDS = "", "[]", '{"workload": {}, "device_name": 3}'
 SIZES = {"40GB": 40e9, "40 gb": 40e9, "16000MB": 16e9, "1TB": 1e12}
 SIZES |= {"1.5GiB": 1.5 * 2**30, "512MiB": 2**29}
+TINY = str(ROOT / "tests" / "data" / "tiny_bert")
 DEEPER = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
 PARTS = "parameters", "gradients", "optimizer states"
 
@@ -102,14 +103,8 @@ def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    "name, changes, known",
-    [
-        ("bert-base", {}, PSI),
-        (str(ROOT / "tests" / "data" / "tiny_bert"), DEEPER, None),
-    ],
-)
-def test_parameters_are_those_of_transformers(name, changes, known):
+@pytest.mark.parametrize("name, changes", [("bert-base", {}), (TINY, DEEPER)])
+def test_parameters_are_those_of_transformers(name, changes):
     sizes = fit.read_model(name, ",".join(f"{key}={value}" for key, value in changes.items()))
     heads = {"num_attention_heads": sizes["hidden_size"] // 64}
     with torch.device("meta"):
@@ -117,8 +112,7 @@ def test_parameters_are_those_of_transformers(name, changes, known):
     total, embeddings, layer, _ = memory.count_parameters(sizes)
     parts = model, model.bert.embeddings, model.bert.encoder.layer[0]
     counted = [sum(weight.numel() for weight in part.parameters()) for part in parts]
-    assert counted == [total, embeddings, layer]
-    assert known in (None, total)
+    assert counted == [total, embeddings, layer] and (total == PSI or changes)
 
 
 class Live(TorchDispatchMode):
@@ -186,16 +180,12 @@ def test_zeros_buffers_are_what_its_json_asks_for(fit_says):
     devices, the copy of the gradients in the optimizer's step is larger than two buckets.
     """
     words = 4 * 30_522 * 768
-    expected = {"zero1": 80e6, "zero2": 80e6, "zero2_offload": 80e6 + words, "zero3": 160e6}
-    expected["zero3_offload"] = 160e6
+    expected = {"zero1": 80e6, "zero2_offload": 80e6 + words, "zero3": 160e6}
     rows, _ = fit_says("40GB", "--num_processes", "8")
-    assert {name: int(rows[name]["buffers"]) for name in expected} == {
-        name: math.ceil(size / 1e6) for name, size in expected.items()
-    }
+    for name, size in expected.items():
+        assert int(rows[name]["buffers"]) == math.ceil(size / 1e6), name
     rows, _ = fit_says("40GB", "--num_processes", "2")
     assert int(rows["zero2"]["buffers"]) == math.ceil(4 * PSI / 2 / 1e6)
-    model = json.loads((ROOT / "accelerate_configs" / "zero3.json").read_text())
-    assert model["zero_optimization"]["stage3_max_live_parameters"] == memory.LIVE
 
 
 def explained(strategy, options=None, peak=0, work=None, **changes):
@@ -227,10 +217,8 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     """MB of parameters, gradients and states of 25 million parameters on 4 GPUs, and what each
     rung saves, of a run that ended.
     """
-    options = {"fsdp_keep": {"reshard_after_forward": "false"}}
-    options |= {"fsdp_offload": {"offload_params": "true"}}
-    options |= {"zero2_offload": {"offload_optimizer": {"device": "cpu"}}}
-    held, tried, text = explained(name, options.get(name), peak=1000)
+    options = STRATEGIES[name].options
+    held, tried, text = explained(name, options, peak=1000)
     expected = {"libraries and data": 7} | dict(zip(PARTS, parts, strict=True))
     expected |= {"activations and all else": 993 - sum(parts), "total": 1000}
     assert list(held.items()) == list(expected.items())
@@ -239,7 +227,7 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     assert bool(rungs) != ("a smaller batch or model, or a device with more memory" in text)
     assert "rank 0 held at its peak" in text
     assert (f"the host holds {host} MB" in text) == bool(host)
-    held, tried, _ = explained(name, options.get(name), peak=1000, device_name="CPU (x)")
+    held, tried, _ = explained(name, options, peak=1000, device_name="CPU (x)")
     assert "offload" not in " ".join(tried) and held.get("offloaded", 0) == host
 
 

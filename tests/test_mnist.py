@@ -145,11 +145,8 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
 def test_progress_is_lines(baseline):
     log = baseline.out
     assert re.search(r"^baseline on 1 x CPU .*samples; results go to ", log, re.M)
-    assert re.search(
-        r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s, \d+ s left\nepoch 1/2: test accuracy",
-        log,
-        re.M,
-    )
+    step = r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s, \d+ s left\nepoch 1/2: test accuracy"
+    assert re.search(step, log, re.M)
     assert log.splitlines()[-1].startswith(f"completed at step {STEPS}:")
     assert log.splitlines()[-1].endswith(f"{baseline.folder}/run.json")
 
@@ -172,12 +169,7 @@ NO_MNIST = "no MNIST in FOLDER/data/MNIST/raw: .*Error downloading train-images.
     "strategy, flags, env, pattern",
     [
         ("baseline", "--checkpointing_steps 0", {}, "--checkpointing_steps must be greater than 0"),
-        (
-            "baseline",
-            "--learning_rate nan",
-            {},
-            "--learning_rate must be greater than 0, .* got nan",
-        ),
+        ("baseline", "--learning_rate nan", {}, "--learning_rate must be greater than 0, .* got n"),
         ("baseline", "--dropout 2", {}, "--dropout must be 0 or greater, and at most 1, got 2"),
         ("baseline", "--weight_decay -1", {}, "--weight_decay must be 0 or greater, .*got -1"),
         ("baseline", f"--max_train_steps {10**20}", {}, "at most 2147483647, got 1000"),
@@ -350,12 +342,9 @@ def test_a_long_evaluation_says_once_a_minute_how_far_it_is(monkeypatch, capsys)
     assert said == [f"evaluation: {done} of 12 batches are done" for done in (2, 5, 8, 11)]
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0, "0 s"), (99.4, "99 s"), (100, "2 min"), (5_900, "98 min"), (7_200, "2 h 0 min")],
-)
-def test_durations(seconds, text):
-    assert script.duration(seconds) == text
+def test_durations():
+    texts = {0: "0 s", 99.4: "99 s", 100: "2 min", 5_900: "98 min", 7_200: "2 h 0 min"}
+    assert {seconds: script.duration(seconds) for seconds in texts} == texts
 
 
 def test_weight_decay_is_the_optimizers():

@@ -113,8 +113,9 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
     # Copies of the parameters that two ranks send over gloo, which has no reduce-scatter.
-    copies = {"ddp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp_keep": 1.5, "fsdp": 2, "zero3": 1.5}
-    formula = copies[name.removesuffix("_offload")] * 4 * record["parameters"]
+    copies = {"ddp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp": 2, "zero3": 1.5}[record["strategy"]]
+    keeps = record["strategy_options"].get("reshard_after_forward") == "false"
+    formula = (copies - keeps / 2) * 4 * record["parameters"]
     assert bytes_between_nodes(tmp_path, (0, 1)) == pytest.approx(formula, rel=0.05)
 
 
