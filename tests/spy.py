@@ -14,6 +14,7 @@ SPY_SHAPES  torch.compile gives up after this number of shapes; its own number i
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
 SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
+SPY_LAYERS  notes in SPY_LAYERS/layers_RANK.json how often BERT's layers attend in training
 SPY_STEPS   rank 0 appends to this file the time and number of each step, and its own start,
 SPY_PAUSE   and pauses for this many seconds after each
 """
@@ -132,6 +133,13 @@ def step(original, self, *args):
         with open(ORDERS["STEPS"], "a") as file:
             file.write(f"{time.time():.2f} {number} {STARTED}\n")
         time.sleep(float(ORDERS.get("PAUSE", 0)))
+
+
+@instead(torch.nn.functional, "scaled_dot_product_attention", "LAYERS")
+def attention(original, *args, **options):
+    COUNTS["layers"] += torch.is_grad_enabled()
+    note("LAYERS", "layers", COUNTS["layers"])
+    return original(*args, **options)
 
 
 if "SHAPES" in ORDERS:
