@@ -4,19 +4,19 @@ warm.py) train as these do.
 
 import functools
 import shutil
+from unittest import mock
 
 import pytest
 import test_bert
 import test_mnist
 from conftest import ACCELERATE, ROOT, RunFailed, launch, run
 
+import train_mnist_rnn
+
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
-RANKS = {"baseline": 1, "dp": 1, "hsdp": 4}  # and else 2
-NOW = [("dp", MNIST), pytest.param("zero3", BERT, marks=pytest.mark.canary)]
-# `.ci/run` has more: these, the commands of pages, `make train` and `make sweep`.
-LATER = [("fsdp", BERT), ("hsdp", BERT)]
-PAIRS = [*NOW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LATER)]
+RANKS = {"dp": 1, "zero3": 2}
+PAIRS = [("dp", MNIST), pytest.param("zero3", BERT, marks=pytest.mark.canary)]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,15 @@ def reference(script, folder):
 
 @pytest.mark.parametrize("yaml, script", PAIRS)
 def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
-    tests, folder, count = TESTS[script], copy / f"{yaml}-{script}", RANKS.get(yaml, 2)
+    """The commands of Slurm, of pages, `make train` and `make sweep` launch other strategies."""
+    tests, folder, count = TESTS[script], copy / f"{yaml}-{script}", RANKS[yaml]
     words = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--main_process_port", 0, script]
     words += ["--output_dir", folder, *tests.flags(tests.GLOBAL_BATCH // count)]
     result = run(["env", "-C", str(copy), *ACCELERATE, *map(str, words)], folder)
     if result.code:
         raise RunFailed(result.err)
     record, expected = result.record, reference(script, copy / script.removesuffix(".py"))
-    assert record["strategy"] == yaml.split("_")[0] and record["status"] == "completed"
+    assert record["strategy"] == yaml and record["status"] == "completed"
     assert record["processes"] == record["devices"] == len(record["ranks"]) == count
     assert f"{record['strategy']} on {count} x CPU (" in result.out
     assert all(rank["real"] > 1 and rank["user"] > 1 for rank in record["ranks"])
@@ -55,24 +56,27 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
         assert result.losses == expected.losses
 
 
-LATER_PLACES = [pytest.param(key, marks=pytest.mark.slow) for key in ("env", "dynamo_", "")]
-PLACES = ["flag", *LATER_PLACES]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_compiler_that_deepspeed_would_not_get_is_refused(place, tmp_path):
+def test_a_compiler_that_deepspeed_would_not_get_is_refused(tmp_path):
     """accelerate does not pass it on, so the ranks ask their real launcher."""
+    words = ["--config_file", "accelerate_configs/zero2.yaml", "--main_process_port", "0"]
+    words += ["--dynamo-backend=eager", MNIST, "--dataset", "digits", "--output_dir"]
+    done = run([*ACCELERATE, *words, str(tmp_path / "run")])
+    assert "accelerate drops --dynamo_backend under DeepSpeed" in done.error_line()
+
+
+@pytest.mark.parametrize("key, env", [("dynamo_backend", ""), ("backend", ""), ("", "EAGER")])
+def test_a_compiler_is_found_in_a_yaml_and_in_the_environment(key, env, tmp_path, monkeypatch):
+    """accelerate takes the YAML's key in both forms."""
     yaml = tmp_path / "zero2.yaml"
     text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
-    if place in ("dynamo_", ""):  # accelerate takes the key in both forms
-        text += f"dynamo_config:\n  {place}backend: EAGER\n"
+    yaml.write_text(text + f"dynamo_config:\n  {key}: EAGER\n" * bool(key))
+    launcher = mock.Mock(cmdline=lambda: ["accelerate-launch", "--config_file", str(yaml), MNIST])
+    monkeypatch.setattr(train_mnist_rnn.psutil.Process, "parent", lambda self: launcher)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", env)
+    assert train_mnist_rnn.launched_with_dynamo()
     yaml.write_text(text)
-    words = ["--config_file", yaml, "--main_process_port", 0]
-    words += ["--dynamo-backend=eager"] * (place == "flag")
-    words += [MNIST, "--dataset", "digits", "--output_dir", tmp_path / "run"]
-    env = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if place == "env" else {}
-    done = run([*ACCELERATE, *map(str, words)], env=env)
-    assert "accelerate drops --dynamo_backend under DeepSpeed" in done.error_line()
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
+    assert not train_mnist_rnn.launched_with_dynamo()
 
 
 @pytest.mark.parametrize(
