@@ -20,7 +20,7 @@ parser.add_argument("--output_dir", type=os.path.expanduser)
 folder = Path(parser.parse_known_args()[0].output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 seen = {name: os.environ.get(name) for name in NAMES}
-seen |= {"host": socket.gethostname(), "argv": sys.argv[1:]}
+seen |= {"host": socket.gethostname(), "command": sys.argv}
 first = seen["RANK"] in (None, "0")
 if first:
     lock = open(folder / ".lock", "w")

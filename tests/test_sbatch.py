@@ -187,7 +187,7 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path):
     own = f"runs/probe-hybrid-{gpus.job}"
     for rank in seen:
         assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 3, "of the four of the node"
-        assert rank["argv"] == ["--resume", "--output_dir", own, *odd]
+        assert rank["command"][1:] == ["--resume", "--output_dir", own, *odd]
         assert rank.items() >= WORLD.items()
     last = read(tmp_path / "cpus" / "rank_3.json")
     assert (last["host"], last["WORLD_SIZE"], last["TORCH_FR_BUFFER_SIZE"]) == ("n2", "4", "0")
