@@ -4,7 +4,6 @@ for bit.
 
 import json
 import math
-import pickle
 import re
 import shutil
 from functools import cache
@@ -222,18 +221,14 @@ class Spell:
         return open, (self.file, "w")
 
 
-@pytest.mark.parametrize("form", ["torch", *slow("pickle")])
-def test_no_file_of_a_checkpoint_of_ddp_or_a_baseline_runs_code(form, undisturbed, tmp_path):
+def test_no_file_of_a_checkpoint_of_ddp_or_a_baseline_runs_code(undisturbed, tmp_path):
     sign, whole = tmp_path / "sign", undisturbed("ddp")
     names = sorted(file.name for file in newest(whole.folder).iterdir())
     assert len(names) == 6, "model, optimizer, schedule, 2 x random states, progress"
     for name in names:
         folder = killed_at_its_end(whole, tmp_path / name)
         file = newest(folder) / name
-        if form == "torch":
-            torch.save(Spell(str(sign)), file)
-        else:
-            file.write_bytes(pickle.dumps(Spell(str(sign))))
+        torch.save(Spell(str(sign)), file)
         line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
         assert f"cannot load {newest(folder)}: " in line and not sign.exists()
         shutil.rmtree(folder)

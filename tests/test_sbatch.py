@@ -93,6 +93,22 @@ def one_machine(tmp_path_factory):
     return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
 
 
+def train_on_two_nodes(start, one_machine, folder, *words, flags=(), **env):
+    """The Slurm job of a spied run, its log and its record. It has the losses of one machine."""
+    env |= {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(folder), "OMP_NUM_THREADS": "1"}
+    job = start(*words, "tests/spy.py", *BERT, *flags, "--output_dir", folder / "run", env=env)
+    log, record = job(), read(folder / "run" / "run.json")
+    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
+    return job.job, log, record
+
+
+def bytes_between_nodes(folder, ranks):
+    """What a node sends in a step, by the spies of one rank on each node."""
+    counted = [read(folder / f"wire_{rank}.json") for rank in ranks]
+    return sum(last - first for first, last in counted) / 10 / len(ranks)
+
+
 OTHERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "zero2", *RUNGS)]
 
 
@@ -103,18 +119,13 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
     """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. The
     others make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
     """
-    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     words = ["sbatch/2node.sh", *[f"accelerate_configs/{name}.yaml"] * (name != "ddp")]
-    words += ["tests/spy.py", *BERT, "--output_dir", tmp_path / "run"]
-    job = start(*words, env=spying)
-    log, record = job(), read(tmp_path / "run" / "run.json")
+    job, log, record = train_on_two_nodes(start, one_machine, tmp_path, *words)
     assert (record["status"], record["nodes"]) == ("completed", 2)
-    assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job.job
+    assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job
     assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [(0, "n1"), (1, "n2")]
     for line in ("n1: 1 GPU(s), 4 core(s)", "n2: 1 GPU(s)", "--num_processes 2"):
         assert line in log
-    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
     # Copies of the parameters that two ranks send over gloo, which has no reduce-scatter.
     copies = {"ddp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp": 2, "zero3": 1.5}[record["strategy"]]
     keeps = record["strategy_options"].get("reshard_after_forward") == "false"
@@ -122,26 +133,16 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
     assert bytes_between_nodes(tmp_path, (0, 1)) == pytest.approx(formula, rel=0.05)
 
 
-def bytes_between_nodes(folder, ranks):
-    """What a node sends in a step, by the spies of one rank on each node."""
-    counted = [read(folder / f"wire_{rank}.json") for rank in ranks]
-    return sum(last - first for first, last in counted) / 10 / len(ranks)
-
-
 def test_hsdp_shards_inside_the_nodes_that_slurm_granted(start, one_machine, tmp_path):
     """Two nodes with two processes each. Only gradients leave a node: of a shard from each rank, by
     an all-reduce of two, which sends its bytes once. FSDP's parameters would leave it, too.
     """
-    words = ["sbatch/2node.sh", "accelerate_configs/hsdp.yaml", "tests/spy.py", *BERT]
-    words += ["--per_device_train_batch_size", "4", "--output_dir", tmp_path / "run"]
-    spying = {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    start("--gres=none", *words, env=spying | {"PROCESSES_PER_NODE": "2"})()
-    record = read(tmp_path / "run" / "run.json")
+    words = ["--gres=none", "sbatch/2node.sh", "accelerate_configs/hsdp.yaml"]
+    how = {"PROCESSES_PER_NODE": "2", "flags": ["--per_device_train_batch_size", "4"]}
+    _, _, record = train_on_two_nodes(start, one_machine, tmp_path, *words, **how)
     assert (record["strategy"], record["nodes"], record["devices"]) == ("hsdp", 2, 4)
     sizes = record["strategy_options"]
     assert (sizes["dp_replicate_size"], sizes["dp_shard_size"]) == ("2", "2")
-    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
     gradients = 4 * record["parameters"]
     assert bytes_between_nodes(tmp_path, (0, 3)) == pytest.approx(gradients, rel=0.05)
 
