@@ -393,16 +393,15 @@ def test_a_hub_that_is_silent_ends_with_one_line(
     for config in (constants, script.datasets.config):
         monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
 
-    def impatient(ask):
-        def ask_for_a_short_time(self, name, timeout):
+    api = script.huggingface_hub.HfApi
+    for name in ("model_info", "dataset_info"):
+        ask = getattr(api, name)
+
+        def ask_for_a_short_time(self, name, timeout, ask=ask):
             asked.append(timeout)
             return ask(self, name, timeout=timeout / 20)
 
-        return ask_for_a_short_time
-
-    api = script.huggingface_hub.HfApi
-    for name in ("model_info", "dataset_info"):
-        monkeypatch.setattr(api, name, impatient(getattr(api, name)))
+        monkeypatch.setattr(api, name, ask_for_a_short_time)
     line = refused(monkeypatch, tmp_path, "--prepare_data_only", *words.split())
     assert "the Hub does not answer, so only cached files are used" in capsys.readouterr().out
     assert "--prepare_data_only where there is one" in line

@@ -36,14 +36,6 @@ def test_a_second_run_in_a_folder_is_one_line_and_a_dead_ones_lock_is_gone(tmp_p
     assert len(files) > 10 and all(file.stat().st_mode == everybody_else for file in files)
 
 
-@pytest.mark.parametrize("flag, strategy", [("1", "fsdp"), ("True", "fsdp"), ("off", "ddp")])
-def test_a_strategy_in_the_environment_may_be_spelled_in_other_ways(flag, strategy, tmp_path):
-    env = {"ACCELERATE_USE_FSDP": flag, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    run = launch("ddp", SCRIPT, tmp_path, *FLAGS[:2], "--max_train_steps", 1, env=env)
-    assert run.record["strategy"] == strategy
-    assert launch("ddp", SCRIPT, tmp_path / "2", env={"ACCELERATE_USE_FSDP": "2"}, ok=False).code
-
-
 @pytest.mark.slow
 def test_a_run_under_nohup_goes_on(tmp_path):
     """A launcher of one process leaves SIGHUP ignored, and so does the script."""

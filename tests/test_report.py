@@ -486,6 +486,7 @@ def test_a_wrong_type_in_a_record_skips_this_record(tmp_path, value):
 
 
 EVIL = '</title><script>alert(1)</script><img src=x onerror="alert(1)">'
+CODES = "\x1b[2J\x07\u202e\x00\x9b31m"
 LINK = "[x](javascript:alert(1)) ![t](http://x/t.png) `a` | b $\\foo{c$ *d* _e_"
 
 
@@ -517,10 +518,14 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in", "target"]
 
 
-def test_no_script_and_no_link_comes_out_of_a_record(tmp_path):
-    """Whatever a run.json, a sweep.csv or a file of times says is shown as it is."""
-    runs = {}
-    for number, text in enumerate((EVIL, LINK)):
+def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
+    """Whatever a run.json, a sweep.csv or a file of times says is shown as it is. But no control
+    character reaches the terminal or a file, and no formula a spreadsheet.
+    """
+    work = {"model": "@SUM(1)", "=HYPERLINK(1)": "+1", "dataset": "\t-2", "number": -3}
+    runs = {"sums": record("ddp", 2, 50, device_name="=cmd|' /C calc'!A0", work=work)}
+    runs["half"] = record("ddp", 2, 50, script="\ud800")  # of a pair: no text
+    for number, text in enumerate((EVIL, LINK, CODES)):
         bad = record(text[:60], 2, 50, script=text, device_name=text)
         bad |= {"strategy_options": {text: text}}
         bad["workload"] |= {"model": text, text: text}
@@ -532,6 +537,13 @@ def test_no_script_and_no_link_comes_out_of_a_record(tmp_path):
     (tmp_path / "runs" / "sweep.csv").write_text(f'{columns}{LINK},"{EVIL}",1,2,1,"{LINK}"\n')
     (tmp_path / "t.csv").write_text(f'{HEAD}baseline,1,1,9\n"{LINK[:58]}",1,2,9\n"<b>",1,2,9\n')
     report_of(tmp_path / "runs", "--times", tmp_path / "t.csv", draw=True, **runs)
+    files = [path.read_text() for path in (tmp_path / "runs").glob("*.*")]
+    shown = "".join([*files, capsys.readouterr().out])
+    assert len(files) > 4 and not re.search(r"(?!\n)[\x00-\x1f\x7f-\x9f\u202e]", shown)
+    assert "\\x1b" in shown
+    cells = [cell for row in csv.reader(open(tmp_path / "runs" / "report.csv")) for cell in row]
+    assert "-3" in cells and {"'@SUM(1)", "'=HYPERLINK(1)", "'+1", "'-2"} <= set(cells)
+    assert not [cell for cell in cells if cell[:1] in ("=", "+", "@")]
     shown = (tmp_path / "runs" / "report.html").read_text()
     body = shown.split("</head>")[1]
     tags = set(re.findall(r"<\s*/?\s*(\w+)", body))
@@ -544,26 +556,6 @@ def test_no_script_and_no_link_comes_out_of_a_record(tmp_path):
     assert html.unescape(body).count(LINK[:44]) > 3 and html.escape(EVIL[:20]) in body
     pictures_drawn = "".join(path.read_text() for path in (tmp_path / "runs").glob("*.svg"))
     assert "<script" not in pictures_drawn and LINK[:30] in html.unescape(pictures_drawn)
-
-
-CODES = "\x1b[2J\x07\u202e\x00\x9b31m"
-
-
-def test_no_code_and_no_formula_comes_out_of_a_record(tmp_path, capsys):
-    """No control character reaches the terminal or a file, and no formula a spreadsheet."""
-    bad = record(f"dd{CODES}p"[:60], 2, 50, script=CODES, device_name="=cmd|' /C calc'!A0")
-    bad["workload"] |= {"model": "@SUM(1)", "=HYPERLINK(1)": "+1", "dataset": "\t-2", "number": -3}
-    bad["ranks"][0]["host"] = CODES
-    runs = {"bad": bad, "lost": bad | {"status": "failed"}, "skipped": bad | {"status": CODES}}
-    runs["half"] = bad | {"script": "\ud800"}  # of a pair: no text
-    same = {name: bad[name] for name in ("script", "device_name", "workload")}
-    report_of(tmp_path, draw=True, base=record("baseline", **same), **runs)
-    shown = [path.read_text() for path in tmp_path.glob("*.*")] + [capsys.readouterr().out]
-    assert len(shown) > 4 and not re.search(r"(?!\n)[\x00-\x1f\x7f-\x9f\u202e]", "".join(shown))
-    assert "\\x1b" in shown[-1]
-    cells = [cell for row in csv.reader(open(tmp_path / "report.csv")) for cell in row]
-    assert "-3" in cells and {"'@SUM(1)", "'=HYPERLINK(1)", "'+1", "'-2"} <= set(cells)
-    assert not [cell for cell in cells if cell[:1] in ("=", "+", "@")]
 
 
 HOSTILE = ["[" * 100_000, '{"a":' * 9000, "\0", '"x"', "9" * 5000, "{}"]
