@@ -152,16 +152,14 @@ def test_each_fault_is_named(checker, right, faults, part, point, judged):
     assert wrong == [point] or part == "2b", printed
 
 
-def test_a_hang_is_told_with_its_lines(judged):
-    """And that the two scripts differ in nothing else. A hang ends by the time that it gets."""
+def test_the_hanging_script_differs_from_its_solution_in_nothing_else():
+    """The next test has what a checker says of a rank that waits."""
     alone = "        accuracy = evaluate(model, test_data, rank, world_size)  # all ranks call it\n"
     call = "            accuracy = evaluate(model, test_data, rank, world_size)\n"
     text = changed(
         GOING, [(alone, ""), ("        if rank == 0:\n", f"        if rank == 0:\n{call}")]
     )
     assert text.split('"""\n', 1)[1] == (LAB / "hanging.py").read_text().split('"""\n', 1)[1]
-    code, printed, _ = judged(check_ex10, text, "--part", "2", "--seconds", "10")
-    assert code == 1 and re.search("rank 0 still waits in line 3", printed), printed
 
 
 @pytest.mark.parametrize(
