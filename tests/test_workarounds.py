@@ -105,8 +105,7 @@ class EpochSampler(SequentialSampler):
 
 @workaround("accelerate", "loader.set_epoch(epoch)", ranks=2)
 def epoch_of_a_skipped_loader():
-    """With several ranks, set_epoch does not reach a sampler of one's own through what
-    skip_first_batches returns."""
+    """Through what skip_first_batches returns, no set_epoch reaches a user's own sampler."""
     accelerator = Accelerator(cpu=True)
     numbers = TensorDataset(torch.arange(16))
     loader = accelerator.prepare(DataLoader(numbers, 2, sampler=EpochSampler(numbers)))
@@ -321,7 +320,7 @@ def fsdp_renames_classes():
     return type(fully_shard(nn.Linear(4, 4))).__name__ != "Linear"
 
 
-@workaround("torch", "except BaseException as problem:\n        if isinstance(problem, (Keyb")
+@workaround("torch", "isinstance(problem, (KeyboardInterrupt, MemoryError")
 def checkpoint_errors_are_no_exceptions():
     """What torch raises if it cannot load a sharded checkpoint is no Exception."""
     return not issubclass(CheckpointException, Exception)
