@@ -81,10 +81,10 @@ def make_environment(row, folder):
 
 
 def call_uv(*words):
-    """Run uv. Raises RuntimeError with the end of what it says."""
+    """Run uv. Raises RuntimeError with its error."""
     done = subprocess.run(["uv", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(" ".join(done.stderr.split())[-300:])
+        raise RuntimeError(" ".join(done.stderr.partition("error: ")[2].split())[:200])
 
 
 def measure(row):

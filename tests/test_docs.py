@@ -2,6 +2,7 @@
 programs, and the translated pages have the commands of the English ones.
 """
 
+import json
 import re
 import sys
 
@@ -9,8 +10,10 @@ import draw_scale
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, anchor, run, table_of
+from packaging.requirements import Requirement
 
 import fit
+from benchmarks import versions
 from planning import memory
 
 TOPS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
@@ -112,3 +115,18 @@ def test_the_spanish_pages_have_the_commands_and_outputs_of_the_english_ones():
             for text in (translated, PAGES[ROOT / spanish])
         ]
         assert both[0] == both[1] and len(both[0]) >= 2, spanish
+
+
+def test_what_requirements_allow_was_measured_right():
+    """The table of releases is what was measured, and no release with faults is allowed."""
+    results = json.loads(versions.RESULTS.read_text())
+    assert versions.table(results) in versions.PAGE.read_text()
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    needed = [Requirement(line.partition("#")[0]) for line in lines if line[0] != "#"]
+    ranges = {known.name: known.specifier for known in needed}
+    measured = [found for found in results if "versions" in found]
+    assert len(measured) >= 16
+    for found in measured:
+        allowed = all(ranges[name].contains(found["versions"][name]) for name in versions.LIBRARIES)
+        faults = [name for name in found["faults"] if not name.startswith("test_workarounds")]
+        assert not (allowed and faults), found["row"]
