@@ -66,8 +66,7 @@ HUB_NAMES = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 def main(args):
     """Do one run, from its flags to its record. Returns the model."""
     accelerator, strategy = make_accelerator(args)
-    # Workaround dynamic_shapes_off (accelerate 1.15): the launcher turns dynamic shapes off, and
-    # after 8 widths torch would no longer compile.
+    # Workaround dynamic_shapes_off (accelerate 1.15): after 8 widths torch would not compile.
     accelerator.state.dynamo_plugin.dynamic = None
     # Rank 0 goes first and fills the caches. Then one rank of each node loads, and then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
@@ -94,9 +93,8 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): DeepSpeed reads the batch
-    # size from the loaders that are prepared with the model, so the validation loader is prepared
-    # separately.
+    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): of the loaders that are
+    # prepared with the model. So the validation loader is prepared separately.
     eval_loader = accelerator.prepare(eval_loader)
     utils.set_seed(args.seed, device_specific=True)  # Each rank has its own dropout masks.
     load_checkpoint(accelerator, progress, checkpoint)

@@ -82,9 +82,8 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): DeepSpeed reads the batch
-    # size from the loaders that are prepared with the model, so the test loader is prepared
-    # separately.
+    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): of the loaders that are
+    # prepared with the model. So the test loader is prepared separately.
     test_loader = accelerator.prepare(test_loader)
     utils.set_seed(args.seed, device_specific=True)  # Each rank has its own dropout masks.
     load_checkpoint(accelerator, progress, checkpoint)
