@@ -23,6 +23,8 @@ from side_by_side import record, role, row
 
 from common.facts import flops_utilization
 from common.printing import markdown_table
+from fit import read_model
+from planning.memory import memory_of
 
 SCRIPT = "train_bert_squad.py"
 LENGTH, STRIDE = 384, 128
@@ -179,12 +181,17 @@ def compare_speed(args, batch):
         sides["Trainer, grouped by length, compiled"] = lambda: trainer("--grouped", "--compiled")
     runs_of = {name: [] for name in sides}
     rates = {name: [] for name in sides}
+    if args.gpu:
+        sizes = read_model(args.model if Path(args.model).is_dir() else "bert-base")
+        formula = memory_of("baseline", sizes, batch, LENGTH, 1, "bf16", dropout=True)["total"]
     for _ in range(args.repeats):
         for name, run_side in sides.items():
             run = run_side()
             runs_of[name].append(run)
             rates[name].append(run["windows"] / run["seconds"])
-            print(f"{name}: {rates[name][-1]:,.2f} windows/s", flush=True)
+            peak = f", peak {run['memory']:,.0f} MB" if args.gpu else ""
+            peak += f" (formula {formula / 1e6:,.0f})" if args.gpu and name == SCRIPT else ""
+            print(f"{name}: {rates[name][-1]:,.2f} windows/s{peak}", flush=True)
     print(f"\nBatch {batch}, {args.questions} questions, {args.repeats} times\n")
     rows = [["side", "windows/s", "padded tokens/s", "the script / this", "MFU", "peak MB"]]
     own = runs_of[SCRIPT][0]["record"]
@@ -225,7 +232,7 @@ def parse_args():
     add("--train_file", help="SQuAD's training questions (without: from the Hub)")
     add("--validation_file", help="SQuAD's validation questions")
     add("--repeats", type=int, default=3, help="of each comparison (default: %(default)s)")
-    add("--batches", type=int, nargs="*", help="default: 8 32; with --gpu: 8 16 32 64")
+    add("--batches", type=int, nargs="*", help="default: 8 32; with --gpu: 32 8 64 16")
     add("--questions", type=int, help="default: 600; with --gpu: 4000")
     add("--compile", action="store_true", help="also compare with torch.compile")
     add("--role", choices=["trainer"], help=argparse.SUPPRESS)
@@ -233,7 +240,7 @@ def parse_args():
     add("--grouped", action="store_true", help=argparse.SUPPRESS)
     add("--compiled", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.batches = args.batches or ([8, 16, 32, 64] if args.gpu else [8, 32])
+    args.batches = args.batches or ([32, 8, 64, 16] if args.gpu else [8, 32])
     args.questions = args.questions or (4000 if args.gpu else 600)
     for name in ("model", "train_file", "validation_file"):
         value = getattr(args, name)
