@@ -47,12 +47,11 @@ deepspeed==0.19.0
 deepspeed==0.18.9
 deepspeed==0.17.6
 deepspeed==0.16.9
-transformers==5.23.0
 transformers==5.20.2
 transformers==5.12.1
 transformers==5.6.2
 transformers==5.0.0
-datasets==5.0.1
+datasets==4.8.4
 datasets==4.0.0
 evaluate==0.4.5
 """.strip().splitlines()

