@@ -174,6 +174,16 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384)
     assert live.peak == pytest.approx(total, rel=0.1)
 
 
+def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer():
+    """Its own input is in what a layer keeps, but for autocast's."""
+    for precision, size, inputs in (("no", 4, 11), ("bf16", 2, 11), ("autocast", 4, 12)):
+        whole, again = [
+            memory.bytes_of_activations(100, 12, 768, 3072, precision, checkpointing)
+            for checkpointing in (False, True)
+        ]
+        assert again == inputs * size * 100 * 768 + whole / 12
+
+
 def test_zeros_buffers_are_what_its_json_asks_for(fit_says):
     """In fp32, of 4 bytes: two buckets of 10 million elements; and with offload the largest
     parameter, the embeddings of words; in ZeRO-3 a bucket and 30 million live parameters. On two

@@ -22,7 +22,7 @@ from conftest import ROOT, run
 from scipy.stats import dunnett, tukey_hsd
 
 import report
-from reporting import grounds, records, times
+from reporting import grounds, pictures, records, times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 VERSIONS = {"torch": "2.15.0", "accelerate": "1.15.0", "deepspeed": None, "transformers": None}
@@ -675,11 +675,17 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
 # -------- pages
 
 
-def test_the_example_report_is_what_its_records_give(tmp_path):
+def test_the_example_report_is_what_its_records_give(tmp_path, monkeypatch):
     """And nothing was edited by hand. report.html is one file, with report.csv and pictures as
-    links by which a reader saves them.
+    links by which a reader saves them. No point lies outside of its picture.
     """
+    drawn = []
+    monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
     run_report(EXAMPLE / "records.tar.xz", "--output_dir", tmp_path, draw=True)
+    for [axes] in [figure.axes for figure in drawn]:
+        markers = [line for line in axes.lines if line.get_linestyle() == "None"]
+        points = [point for line in markers for point in line.get_xydata()]
+        assert points and all(axes.viewLim.contains(*point) for point in points)
     for kept in {path.name for path in EXAMPLE.iterdir()} - {"README.md", "records.tar.xz"}:
         old, made = ((folder / kept).read_text() for folder in (EXAMPLE, tmp_path))
         if kept == "report.md":
