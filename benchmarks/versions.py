@@ -7,6 +7,8 @@ a row gave is kept, so that the command can be stopped and go on.
 
     make canary                             # the rows that have not been measured
     make canary ROWS="accelerate==1.14.0"   # this row, again; a comma stands between several
+
+Environments are in CANARY_DIR, or else in the temporary folder. Put it on the disk of uv's cache.
 """
 
 import argparse
@@ -103,6 +105,7 @@ def measure(row):
     found["versions"] = dict(zip(["python", *LIBRARIES], versions, strict=True))
     print(f"{row}: {found['versions']}", flush=True)
     report = folder / "report.xml"
+    report.unlink(missing_ok=True)
     words = ["-q", "-m", "canary and not gpu", f"--junitxml={report}", "-p", "no:cacheprovider"]
     subprocess.run([python, "-m", "pytest", *words], cwd=ROOT, stdout=sys.stderr)
     return found | read_report(report)
@@ -110,6 +113,8 @@ def measure(row):
 
 def read_report(file):
     """Of pytest's report: how many tests passed, the others with their messages, and seconds."""
+    if not file.exists():
+        return {"passed": 0, "seconds": 0, "faults": {"pytest": [False, "pytest itself failed"]}}
     cases = list(xml.etree.ElementTree.parse(file).iter("testcase"))
     seconds = round(sum(float(case.get("time")) for case in cases))
     faults = {}
@@ -131,18 +136,18 @@ def is_silent(message):
 
 
 def last_error(text):
-    """The line of a failed test that says most."""
-    errors = re.findall(
-        r"^(?:E +)?(?:\[rank\d\]: )?([\w.]*(?:Error|Exception|error): .*)", text, re.M
-    )
-    return (errors or [text.strip().splitlines()[0]])[-1][:200]
+    """The line of a failed test that says most, without paths."""
+    kinds = r"^(?:E +)?(?:\[rank\d\]: )?([\w.]*(?:Error|Exception|error): .*)"
+    errors = re.findall(kinds, text, re.M) or [text.strip().splitlines()[0]]
+    return re.sub(r" ?\(?/[^ )]+\)?", "", errors[-1])[:160]
 
 
-def describe(found):
-    """The cells of a row of the table."""
+def describe(found, pinned):
+    """The cells of a row of the table. Versions are those that are not in `pinned`."""
     if "installed" in found:
         return [f"`{found['row']}`", "", f"not measured: {found['installed']}", found["date"]]
-    names = [f"{name} {version}" for name, version in found["versions"].items()]
+    new = sorted(found["versions"].items() - pinned.items())
+    names = [f"{name} {version}" for name, version in new]
     programs = {name for name in found["faults"] if name.startswith("test_workarounds")}
     tests = found["faults"].keys() - programs
     silent = sorted(name for name in tests if found["faults"][name][0])
@@ -158,20 +163,29 @@ def describe(found):
         parts.append(f"right in {count} tests")
     mended = [name for name in programs if "no longer" in found["faults"][name][1]]
     if mended:
-        parts.append(f"not needed here: {short(mended)}")
+        names_of = [name.partition("[")[2].rstrip("]") for name in sorted(mended)]
+        parts.append(f"not needed here: {', '.join(names_of)}")
     return [f"`{found['row']}`", ", ".join(names), "; ".join(parts), found["date"]]
 
 
 def short(names):
-    """The names of tests without their files, and of programs alone."""
-    names = [name.partition("::")[2].removeprefix("test_") for name in sorted(names)]
-    return ", ".join(re.sub(r"the_library_still_goes_wrong\[(.*)\]", r"\1", name) for name in names)
+    """The names of tests, as tests/README.md writes them, with the strategies of each."""
+    groups = {}
+    for name in sorted(names):
+        test, _, values = name.partition("[")
+        test = test.removeprefix("test_").replace("::test_", "::")
+        groups.setdefault(test, []).append(values.rstrip("]").split("-")[0])
+    texts = {test: f" ({', '.join(those)})" if any(those) else "" for test, those in groups.items()}
+    return ", ".join(f"{test}{text}" for test, text in texts.items())
 
 
 def table(results):
     """All rows as Markdown."""
-    lines = ["| changed | installed | result | measured |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(describe(found)) + " |" for found in results]
+    pinned = {}
+    lines = ["| row | versions | result | measured |", "|---|---|---|---|"]
+    for found in results:
+        lines.append("| " + " | ".join(describe(found, pinned)) + " |")
+        pinned = pinned or found.get("versions", {})
     return "\n".join(lines)
 
 
@@ -188,10 +202,10 @@ def main():
         order = [*ROWS, *known]
         results = sorted(known.values(), key=lambda found: order.index(found["row"]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        before, start, rest = PAGE.read_text().partition("| changed |")
+        before, start, rest = PAGE.read_text().partition("| row |")
         after = rest.partition("\n\n")[2]
         PAGE.write_text(f"{before}{table(results)}\n\n{after}")
-        print(" | ".join(describe(known[row])), flush=True)
+        print(" | ".join(describe(known[row], {})), flush=True)
 
 
 if __name__ == "__main__":
