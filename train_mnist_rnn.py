@@ -82,8 +82,8 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): of the loaders that are
-    # prepared with the model. So the test loader is prepared separately.
+    # Workaround deepspeed_takes_the_smallest_batch (accelerate 1.15): it looks at all loaders
+    # that are prepared with the model, so the test loader is prepared separately.
     test_loader = accelerator.prepare(test_loader)
     utils.set_seed(args.seed, device_specific=True)  # Each rank has its own dropout masks.
     load_checkpoint(accelerator, progress, checkpoint)
@@ -277,7 +277,7 @@ def keep_best(accelerator, model, progress):
 def save_model(accelerator, model, folder):
     """Save the weights, gathered from all ranks. A kill leaves the old ones. A collective."""
     weights = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to rank 0 alone.
-    # Workaround prefix_of_compiled_weights (accelerate 1.15): torch.compile puts it before names.
+    # Workaround prefix_of_compiled_weights (accelerate 1.15): torch.compile renames weights.
     weights = {name.replace("_orig_mod.", ""): weight.float() for name, weight in weights.items()}
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
@@ -652,7 +652,7 @@ def connect_cpu_ranks(fsdp, zero):
     # A rank and its gloo threads are faster on cores of their own.
     if 1 < ranks <= len(cores):
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
-    # Workaround deepspeed_warns_on_a_cpu (deepspeed 0.19.8): say that there is no GPU.
+    # Workaround deepspeed_warns_on_a_cpu (deepspeed 0.19.8): it would look for a GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if zero:
         import deepspeed.ops
@@ -707,7 +707,7 @@ def configure_deepspeed(accelerator, args):
 
 def configure_fsdp(plugin, args):
     """Set in FSDP's plugin what a YAML cannot say, and refuse what would train otherwise."""
-    # Workaround ram_efficient_loading (accelerate 1.15): optimizers of other ranks lack a new head.
+    # Workaround ram_efficient_loading (accelerate 1.15): other ranks' optimizers lack a new head.
     if plugin.cpu_ram_efficient_loading:
         abort("write fsdp_cpu_ram_efficient_loading: false, or a new head is not trained")
     # Workaround fsdp_checkpointing_masks (accelerate 1.15): it does not keep the random state.
@@ -724,13 +724,13 @@ def configure_fsdp(plugin, args):
 def check_accelerator(accelerator, strategy, args):
     """Refuse settings with which accelerate would silently train otherwise."""
     precision = accelerator.mixed_precision
-    # Workaround launchers_accumulation_wins (accelerate 1.15): over the script's, silently.
+    # Workaround launchers_accumulation_wins (accelerate 1.15): it replaces the script's, silently.
     if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
         abort("only the script's --gradient_accumulation_steps counts: leave out the launcher's")
     # Workaround fp16_without_a_gpu (accelerate 1.15): it would compute in fp32, silently.
     if precision == "fp16" and not torch.cuda.is_available():
         abort("fp16 needs a GPU, and without one accelerate would compute in fp32: use bf16 or no")
-    # Workaround threads_autocast_to_fp16 (torch 2.15): the dtype of autocast is a thread's own.
+    # Workaround threads_autocast_to_fp16 (torch 2.15): each thread has its own dtype.
     if precision == "bf16" and strategy == "dp":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
     # Workaround missing_trackers (accelerate 1.15): it leaves them out, silently.
