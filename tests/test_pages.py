@@ -57,7 +57,7 @@ TYPED.sort(key=lambda name: len(PAGES[name]), reverse=True)  # the longest first
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
 MEASURED = [  # what differs from run to run, or from machine to machine
     r"CPU \(.*\)(?=: [\d,]+ parameters|, torch \d)",
-    r"[\d,.]+(?= (s|ms|µs|GB/s|times)\b|×)|[\d.]+ \(from [\d.]+ to [\d.]+\)",
+    r"-?[\d,.]+(?= (s|ms|µs|GB/s|times)\b|×)|[\d.]+ \(from [\d.]+ to [\d.]+\)",
     r'"(startup|train|eval|total|samples_per_second|\w+_mb)": [\d.]+',
     r"(?<![\d.])\d+ ?%",  # a share of time; accuracies have decimals
     r"(?<=libraries and data) +[\d,]+|(?<=^total) +[\d,]+",
