@@ -246,3 +246,28 @@ def test_without_a_folder_a_run_gets_a_new_one_which_is_named_after_the_script(t
     assert folder.name.startswith("mnist_rnn-20")
     assert f"results go to runs/{folder.name}" in out.read_text()
     assert json.loads((folder / "run.json").read_text())["strategy"] == "ddp"
+
+
+@pytest.mark.parametrize(
+    "module, own",
+    [
+        (
+            script,
+            {"dataset": "mnist", "hidden_size": 64, "num_epochs": 5, "learning_rate": 0.005}
+            | {"per_device_train_batch_size": 64, "per_device_eval_batch_size": 1000}
+            | {"weight_decay": 0.01, "logging_steps": 50},
+        ),
+        (
+            train_bert_squad,
+            {"max_train_samples": 10_000, "max_eval_samples": 500, "max_seq_length": 384}
+            | {"doc_stride": 128, "max_answer_length": 30, "num_epochs": 4, "learning_rate": 3e-5}
+            | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 32}
+            | {"num_warmup_steps": 0, "weight_decay": 0.0, "logging_steps": 10},
+        ),
+    ],
+)
+def test_the_defaults_are_those_of_the_published_results(module, own, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [module.__name__])
+    expected = own | {"dropout": 0.1, "seed": 0, "gradient_accumulation_steps": 1}
+    expected |= {"max_grad_norm": None, "max_train_steps": None, "resume": False}
+    assert vars(module.parse_args()).items() >= expected.items()
