@@ -1222,7 +1222,7 @@ def configure_deepspeed(accelerator, args):
 
 def configure_fsdp(plugin, args):
     """Set in FSDP's plugin what a YAML cannot say, and refuse what would train otherwise."""
-    # Workaround ram_efficient_loading (accelerate 1.15): other ranks' optimizers lack a new head.
+    # Workaround ram_efficient_loading (transformers 5.24): other ranks do not train a new head.
     if plugin.cpu_ram_efficient_loading:
         abort("write fsdp_cpu_ram_efficient_loading: false, or a new head is not trained")
     # Workaround fsdp_checkpointing_masks (accelerate 1.15): it does not keep the random state.

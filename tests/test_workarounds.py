@@ -285,7 +285,7 @@ def fsdp_checkpointing_masks():
     return len(seen) == 2 and not torch.equal(*seen)
 
 
-@workaround("accelerate", '"write fsdp_cpu_ram_efficient_loading: false', ranks=2)
+@workaround("transformers", '"write fsdp_cpu_ram_efficient_loading: false', ranks=2)
 def ram_efficient_loading():
     """With fsdp_cpu_ram_efficient_loading, ranks other than 0 do not train a new head."""
     PartialState(backend="gloo")
