@@ -107,6 +107,7 @@ def copy(tmp_path):
     return copy
 
 
+@pytest.mark.slow
 def test_a_new_yaml_needs_no_other_edit(copy):
     """fit.py, dry_run.py, sweep.sh, the report and the tests know it. It stands between ZeRO-1 and
     ZeRO-2.
