@@ -202,7 +202,7 @@ def main():
         order = [*ROWS, *known]
         results = sorted(known.values(), key=lambda found: order.index(found["row"]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        before, start, rest = PAGE.read_text().partition("| row |")
+        before, _, rest = PAGE.read_text().partition("| row |")
         after = rest.partition("\n\n")[2]
         PAGE.write_text(f"{before}{table(results)}\n\n{after}")
         print(" | ".join(describe(known[row], {})), flush=True)

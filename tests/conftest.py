@@ -29,8 +29,11 @@ REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # what quick tests train with
 # The other YAMLs of two processes.
-RUNGS = [name for name, known in YAMLS.items() if known.family not in ("baseline", "dp", "hsdp")]
-RUNGS = [name for name in RUNGS if name not in STRATEGIES]
+RUNGS = [
+    name
+    for name, known in YAMLS.items()
+    if known.family not in ("baseline", "dp", "hsdp") and name not in STRATEGIES
+]
 
 
 class RunFailed(Exception):

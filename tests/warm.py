@@ -98,26 +98,34 @@ def all_end(ranks, timeout):
     return True
 
 
+def make_worlds(number):
+    """What the environment of each of so many ranks has of its own, and the store at which they
+    meet, which has to live as long. Without a number there is one process, and no store.
+    """
+    if not number:
+        return [{}], None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    return [common | rank for rank in ranks], store
+
+
 def run_ranks(words, argv, environment, folder, out, err, timeout):
     """What `accelerate launch WORDS ARGV` does, in `folder`; the ranks append to the files `out`
     and `err`. Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them.
     Raises TimeoutError.
     """
     number, environment = what_the_launcher_starts([*words, *argv], environment)
-    worlds = [{}]
-    if number:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    worlds, _store = make_worlds(number)
     context = start_server()
     fcntl.flock(TURNS, fcntl.LOCK_EX if len(worlds) > 1 else fcntl.LOCK_SH)
     ranks = [
-        context.Process(target=become, args=(environment | own, folder, argv, out, err))
-        for own in worlds
+        context.Process(target=become, args=(environment | world, folder, argv, out, err))
+        for world in worlds
     ]
     try:
         for rank in ranks:
