@@ -56,6 +56,7 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
         assert result.losses == expected.losses
 
 
+@pytest.mark.slow
 def test_a_compiler_that_deepspeed_would_not_get_is_refused(tmp_path):
     """accelerate does not pass it on, so the ranks ask their real launcher."""
     words = ["--config_file", "accelerate_configs/zero2.yaml", "--main_process_port", "0"]

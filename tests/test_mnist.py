@@ -358,12 +358,12 @@ def test_help_names_the_optimizer_and_python_without_docstrings_trains(tmp_path)
     """Python's -OO takes docstrings away. Warnings of an open file would be errors here."""
     done = run([sys.executable, SCRIPT, "--help"])
     assert done.code == 0 and "AdamW" in done.out and "one cycle" in done.out
-    words = [sys.executable, "-OO", "-W", "error::ResourceWarning", SCRIPT, *DIGITS]
-    words += ["--max_train_steps", "3", "--profile", "--output_dir", tmp_path / "run"]
-    done = run(words, tmp_path / "run")
+    words = ["-W", "error::ResourceWarning", SCRIPT, *DIGITS, "--max_train_steps", "3"]
+    words += ["--profile", "--output_dir", tmp_path / "run"]
+    done = run([sys.executable, "-OO", *words], tmp_path / "run")
     assert done.code == 0 and "Exception ignored" not in done.err, done.err
     assert "warning: --profile traces the steps 13 to 17 of a run, and this one has" in done.out
     began = datetime.fromisoformat(done.record["began"])
     assert began.utcoffset() == timedelta(0) and abs(began.timestamp() - time.time()) < 600
-    again = run(words, tmp_path / "run")
+    again = run([sys.executable, *words], tmp_path / "run")
     assert "holds another run" in again.error_line() and "ResourceWarning" not in again.err

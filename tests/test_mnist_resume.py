@@ -221,6 +221,7 @@ class Spell:
         return open, (self.file, "w")
 
 
+@SLOW
 def test_no_file_of_a_checkpoint_of_ddp_or_a_baseline_runs_code(undisturbed, tmp_path):
     sign, whole = tmp_path / "sign", undisturbed("ddp")
     names = sorted(file.name for file in newest(whole.folder).iterdir())
