@@ -157,6 +157,24 @@ def test_the_place_of_later_answers_does_not_matter(tmp_path):
 
 
 @pytest.mark.canary
+@torch.no_grad()
+def test_the_loss_is_the_one_that_transformers_computes(features):
+    """Of each feature alone, without a mask. In a batch with padding, the loss stays the same."""
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig.from_pretrained(MODEL))
+    ids, losses = [0, 40, 80], []
+    assert len({features.lengths[number].item() for number in ids}) == 3
+    for number in ids:
+        inputs, spans, _ = features.__getitems__([number])
+        words = {name: inputs[name] for name in ("input_ids", "token_type_ids")}
+        answer = {f"{side}_positions": spans[side] for side in ("start", "end")}
+        losses.append(model.eval()(**words, **answer).loss)
+    inputs, spans, _ = features.__getitems__(ids)
+    logits = script.span_logits(model, inputs)
+    own = script.span_losses(logits, spans["start"], spans["end"])
+    torch.testing.assert_close(own, torch.stack(losses))
+
+
+@pytest.mark.canary
 def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatch):
     questions, original, made = script.read_questions(options(), "train"), script.find_span, []
     monkeypatch.setattr(script, "find_span", lambda *args: made.append(1) or original(*args))
