@@ -26,6 +26,8 @@ from conftest import STRATEGIES, launch, run
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_near, ids_seen
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
 
 import train_mnist_rnn as script
 
@@ -66,6 +68,28 @@ def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
     for step, ids in enumerate(ids_seen(baseline.folder, 0)):
         both = [sum(mine[rank][2 * step : 2 * step + 2], []) for rank in (0, 1)]
         assert sorted(sum(both, [])) == sorted(ids), f"step {step + 1} saw other samples"
+
+
+def test_the_baseline_trains_as_a_plain_loop_does(baseline):
+    """On the same samples, with the defaults of the learning rate and of the decay."""
+    train_x, test_x, train_y, test_y = script.read_images(SimpleNamespace(dataset="digits"))
+    std, mean = torch.std_mean(train_x, correction=0)
+    train_x, test_x = (((values - mean) / std).float() for values in (train_x, test_x))
+    torch.manual_seed(0)
+    model = script.RowLSTM(8, 64, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.005, weight_decay=0.01)
+    schedule = OneCycleLR(optimizer, 0.005, STEPS, cycle_momentum=False)
+    losses = []
+    for ids in ids_seen(baseline.folder, 0):
+        loss = F.cross_entropy(model(train_x[ids]), train_y[ids])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert baseline.losses == pytest.approx(losses, rel=1e-4)
+    right = (model(test_x).argmax(1) == test_y).float().mean().item()
+    assert baseline.record["metrics"]["accuracy"] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
