@@ -94,6 +94,8 @@ def explain_run(run):
         "dtype": "no" if work["precision"] == "no" else "bf16",  # fp16 is as large
         "on_cpu": run["device_name"].startswith("CPU"),
     }
+    if run["yaml"] not in STRATEGIES:
+        stop(f"no YAML of accelerate_configs/ is the strategy of this run, {run['yaml']}")
     parts, host, activations, saved = measured_and_by_formula(run)
     yield (
         "{yaml} on {devices} x {device_name}: {parameters:,} parameters, micro-batch "

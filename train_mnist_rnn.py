@@ -607,7 +607,8 @@ def check_launch(fsdp, zero):
     if "LOCAL_RANK" not in os.environ and (not alone or "MASTER_ADDR" in os.environ):
         abort(
             "WORLD_SIZE, MASTER_ADDR or SLURM_STEP_NUM_TASKS asks for several processes, but each "
-            "would train alone. Use ddp.yaml without --cpu. For one process, use --num_processes 1"
+            "would train alone. Use ddp.yaml without --cpu. For one process, use --num_processes 1 "
+            "and unset these variables"
         )
     if 0 < gpus < int(env("LOCAL_WORLD_SIZE", 1)):
         abort(f"more processes than GPUs: add --num_processes {gpus} (times the nodes)")

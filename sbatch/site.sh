@@ -26,7 +26,7 @@ command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_DEBUG=INFO
-# export MASTER_ADDR=$(hostname -s)-ib0
+# MASTER_ADDR=$(hostname -s)-ib0
 
 # Seconds that a job waits for all of its nodes (default: 600), and for a network disk that shows
 # files late, or for an earlier attempt that still saves (default: 60).

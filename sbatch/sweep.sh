@@ -3,7 +3,7 @@
 # sbatch:
 #   sbatch/sweep.sh --dry_run
 #       lists the jobs and the GPU-hours that they may take, and submits nothing
-#   sbatch/sweep.sh train_bert_squad.py --num_epochs 2
+#   sbatch/sweep.sh --yes train_bert_squad.py --num_epochs 2
 #       prints their sum, and submits the jobs, and a last job that makes the report
 #   sbatch/sweep.sh --local train_mnist_rnn.py --dataset digits
 #       runs them here without Slurm, one after the other

@@ -23,6 +23,8 @@ from planning import memory
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
 NO_RECORDS = "", "[]", '{"workload": {}, "device_name": 3}'
+ZERO_0 = """{"workload": {"precision": "no"}, "strategy": "zero0", "strategy_options": {},
+    "device_name": "CPU", "ranks": [{"peak_memory_mb": 2, "memory_before_mb": 1}]}"""
 SIZES = {"40GB": 40e9, "40 gb": 40e9, "16000MB": 16e9, "1TB": 1e12}
 SIZES |= {"1.5GiB": 1.5 * 2**30, "512MiB": 2**29}
 TINY = str(ROOT / "tests" / "data" / "tiny_bert")
@@ -91,6 +93,7 @@ def test_the_table_of_the_page_is_what_is_printed(fit_says):
         ("4GB --model FILE", '{"model_type": "bert", "vocab_size": 0}', "vocab_size is 0"),
         ("FILE", None, "FILE is no record of a run (FileNotFoundError"),
         *(("FILE", text, "FILE is no record of a run") for text in NO_RECORDS),
+        ("FILE", ZERO_0, "no YAML of accelerate_configs/ is the strategy of this run, zero0"),
     ],
 )
 def test_bad_input_is_one_line(words, content, message, fit_says, tmp_path):
