@@ -69,24 +69,25 @@ def say_fastest(workload: Workload) -> str | None:
     """Of the cells on several devices that have repeats and learn what the baseline learns: those
     that train on most samples in a second, which are shown to be slower than none.
     """
+    based = any(cell.is_baseline for cell in workload.cells)
     sound = [cell for cell in workload.cells if cell.devices > 1 and not has_other_loss(cell)]
-    cells = [cell for cell in sound if len(cell.runs) > 1 and cell.comparison]
+    cells = [cell for cell in sound if len(cell.runs) > 1 and (cell.comparison or not based)]
     if not cells:
         return None
     best, *others = sorted(cells, key=lambda cell: cell.cost)
-    assert best.comparison
     left_out = [cell for cell in sound if cell.cost < best.cost]
     limits = ["with repeats"] if any(len(cell.runs) == 1 for cell in left_out) else []
-    if any(not cell.comparison for cell in left_out):
+    if based and any(not cell.comparison for cell in left_out):
         limits.append("with a baseline of their batch")
     among = f"of the cells {' and '.join(limits)}, the" if limits else "the"
-    if not any(cell.comparison and cell.comparison.sure == "faster" for cell in cells):
+    comparisons = [cell.comparison for cell in cells if cell.comparison]
+    if best.comparison and not any(one.sure == "faster" for one in comparisons):
         base = best.comparison.baseline
         margin = in_brackets(workload, best, base, "the two would have to differ by ")
-        return (
-            "The repeats show no strategy on several devices to be faster than one device; "
-            f"{among} best is {best.label}, {times_as_fast([best])}{margin}."
-        )
+        shown = "No test says whether several devices are faster than one"
+        if any(one.low for one in comparisons):
+            shown = "The repeats show no strategy on several devices to be faster than one device"
+        return f"{shown}; {among} best is {best.label}, {times_as_fast([best])}{margin}."
     close = [
         cell
         for cell in others
@@ -95,38 +96,46 @@ def say_fastest(workload: Workload) -> str | None:
     among = among[0].upper() + among[1:]
     if close:
         names = listed(cell.label for cell in (best, *close))
+        gains = f", {times_as_fast([best, *close])} as one device" if based else ""
         pair = f"{best.label} and {close[-1].label} would have to differ by "
         margin = in_brackets(workload, best, close[-1], pair)
-        return (
-            f"{among} fastest are {names}, {times_as_fast([best, *close])} as one device; their "
-            f"repeats do not tell them apart{margin}."
-        )
-    text = (
-        f"{among} fastest is {best.label}, {times_as_fast([best])} as one device "
-        f"(efficiency {best.comparison.efficiency:.0%})"
-    )
+        return f"{among} fastest are {names}{gains}; their repeats do not tell them apart{margin}."
+    text = f"{among} fastest is {best.label}"
+    if best.comparison:
+        text += f", {times_as_fast([best])} as one device"
+        text += f" (efficiency {best.comparison.efficiency:.0%})"
     if not others:
         return text + "."
     gain = percent(others[0].cost / best.cost - 1, 0)
     margin = in_brackets(workload, best, others[0], "", " would be enough")
-    return f"{text}, and {gain} faster than {others[0].label}{margin}."
+    also = ", and" if best.comparison else ","
+    return f"{text}{also} {gain} faster than {others[0].label}{margin}."
 
 
 def say_scaling(workload: Workload) -> str | None:
     """Of the cells on the most devices."""
     most = max(cell.devices for cell in workload.cells)
-    cells = [
-        cell for cell in workload.cells if cell.devices == most > 1 and not has_other_loss(cell)
+    kinds = "faster than one device", "slower than one device", "slower than on fewer devices"
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for cell in workload.cells:
+        if not cell.devices == most > 1 or has_other_loss(cell):
+            continue
+        if cell.comparison and cell.comparison.sure:
+            found[f"{cell.comparison.sure} than one device"].append(cell.label)
+        if any(is_slower(cell, other, workload) for other in workload.cells):
+            found["slower than on fewer devices"].append(cell.label)
+    texts = [
+        f"{listed(names)} {'is' if len(names) == 1 else 'are'} {words}"
+        for words, names in found.items()
+        if names
     ]
-    texts = []
-    for sure, one, several in (
-        ("faster", "gains from more devices", "gain from more devices"),
-        ("slower", "is slower than one device", "are slower than one device"),
-    ):
-        names = [cell.label for cell in cells if cell.comparison and cell.comparison.sure == sure]
-        if names:
-            texts.append(f"{listed(names)} {one if len(names) == 1 else several}")
     return "; ".join(texts) + "." if texts else None
+
+
+def is_slower(cell: Cell, other: Cell, workload: Workload) -> bool:
+    """Whether the repeats show it to be slower than the same strategy on fewer devices."""
+    same = cell.name == other.name and cell.devices > other.devices
+    return same and cell.cost > other.cost and workload.differ(cell, other)
 
 
 # What the answer says before the cells that have a note of the kind.

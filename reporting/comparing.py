@@ -287,7 +287,7 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
         cells = [cell for cell in repeated if cell is not base and base in cell.baselines]
         if cells and any(map(varies, [base, *cells])):
             tests.append(functools.partial(dunnett_intervals, base, cells))
-    several = [cell for cell in repeated if cell.devices > 1 and cell.comparison]
+    several = [cell for cell in repeated if cell.devices > 1]
     if len(several) > 1 and any(map(varies, several)):
         tests.append(functools.partial(tukey_intervals, several))
     return tests

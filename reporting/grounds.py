@@ -11,7 +11,7 @@ import statistics
 from scipy.stats import f as f_distribution
 
 from reporting.comparing import Cell, Workload
-from reporting.records import Run
+from reporting.records import Figures, Run
 
 FEW_STEPS = 30  # fewer are no measurement
 START = 0.1  # of the training: a longer start is no measurement of steps
@@ -111,18 +111,24 @@ def lies_apart(some: list[Run], others: list[Run]) -> bool:
 
 
 def slower_host(cell: Cell) -> str:
-    """Of repeats on several hosts: whether all on one took longer than all on another one."""
-    times: dict[str, list[float]] = {}
+    """Of repeats on several sets of hosts: whether all on one took longer than all on another one.
+    Names the hosts that only one of the two has.
+    """
+    times: dict[frozenset[str], list[float]] = {}
     for run in cell.runs:
-        first, *others = sorted({rank.host for rank in run.ranks}) or [""]
-        more = f" and {len(others)} more" if others else ""
-        times.setdefault(first + more, []).append(run.cost)
+        times.setdefault(frozenset(rank.host for rank in run.ranks), []).append(run.cost)
     found = []
     for slow, fast in itertools.permutations(times, 2):
         longer = statistics.median(times[slow]) / statistics.median(times[fast]) - 1
         if min(times[slow]) > max(times[fast]) and longer >= SLOWER:
-            found.append((longer, f"{longer:.0%} longer on {slow} than on {fast}"))
+            names = [name_hosts(slow - fast), name_hosts(fast - slow)]
+            found.append((longer, f"{longer:.0%} longer on {' than on '.join(names)}"))
     return max(found)[1] if found else ""
+
+
+def name_hosts(hosts: frozenset[str]) -> str:
+    first, *others = sorted(hosts) or ["fewer hosts"]
+    return first + (f" and {len(others)} more" if others else "")
 
 
 def no_number(cell: Cell) -> str:
@@ -131,17 +137,19 @@ def no_number(cell: Cell) -> str:
 
 
 def wrong_loss(cell: Cell) -> str:
-    """With the baseline's global batch: a repeat's last loss that is far from the baseline's, by
-    more than a tenth of the loss with which that began, or by half of what it gained if that is
-    less. Other seeds and dropout's masks make smaller differences.
+    """With the baseline's global batch, seed and learning rate: a repeat's last loss that is far
+    from the baseline's, by more than a tenth of the loss with which that began, or by half of what
+    it gained if that is less. Dropout's masks make smaller differences.
     """
-    base = cell.strong.baseline.figures if cell.strong else None
-    if base is None or base.last_loss is None or base.first_loss is None:
-        return ""
-    first, last = base.first_loss, base.last_loss
-    far = min(FAR * first, max((first - last) / 2, FAR * first / 10))
-    losses = [run.figures.last_loss for run in cell.runs if run.figures.last_loss is not None]
-    wrong = [loss for loss in losses if abs(loss - last) > far]
-    if not wrong or no_number(cell):
-        return ""
-    return f"a last loss is {max(wrong, key=lambda loss: abs(loss - last)):.4g}, not {last:.4g}"
+    base = cell.strong.baseline.runs if cell.strong else []
+    right = {run.seeds: run.figures for run in base}
+    found = []
+    for run in cell.runs:
+        loss, figures = run.figures.last_loss, right.get(run.seeds, Figures())
+        first, last = figures.first_loss, figures.last_loss
+        if loss is None or first is None or last is None:
+            continue
+        far = min(FAR * first, max((first - last) / 2, FAR * first / 10))
+        if abs(loss - last) > far:
+            found.append((abs(loss - last), f"a last loss is {loss:.4g}, not {last:.4g}"))
+    return max(found)[1] if found and not no_number(cell) else ""

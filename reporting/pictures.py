@@ -70,8 +70,10 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
             pairs = [(cell, getattr(cell, kind)) for cell in workload.cells for kind in of_kind]
             points = [(cell, one) for cell, one in pairs if one and not cell.is_baseline]
             if any(cell.devices > 1 for cell, _ in points):
-                fixed = ", global batch fixed" if name.endswith("strong") else ""
-                save(name, draw_efficiency(points, f"{head}efficiency{fixed} (more is better)"))
+                strong = name.endswith("strong")
+                fixed = ", global batch fixed" if strong else ""
+                title = f"{head}efficiency{fixed} (more is better)"
+                save(name, draw_efficiency(points, title, strong))
         shape, cells = find_trade(workload)
         if len(cells) > 1:
             save("trade", draw_trade(cells, f"{head}speed and memory on {shape}"))
@@ -83,11 +85,20 @@ def shorten(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def name_in(cell: Cell, cells: list[Cell]) -> str:
-    """What tells a cell from these others, but for the devices."""
-    batches = {other.setting.batch_per_device for other in cells}
-    batch = cell.batch if len(batches) > 1 and cell.batch not in cell.apart else ""
-    return ", ".join(word for word in (cell.name, batch, cell.apart) if word)
+def name_in(cell: Cell, cells: list[Cell], strong: bool) -> str:
+    """What tells a cell from these others, but for the devices. Under strong scaling, the batch per
+    device changes with them.
+    """
+    settings = [other.setting for other in cells]
+    batch, apart = cell.batch, cell.apart
+    if strong:
+        batches = {setting.global_batch_size for setting in settings}
+        batch = f"global batch {cell.setting.global_batch_size}"
+        apart = apart.removeprefix(cell.batch).removeprefix(", ")
+    else:
+        batches = {setting.batch_per_device for setting in settings}
+    batch = batch if len(batches) > 1 and batch not in apart else ""
+    return ", ".join(word for word in (cell.name, batch, apart) if word)
 
 
 def look_of(cell: Cell) -> dict[str, Any]:
@@ -134,13 +145,14 @@ def write_names(axes: Any, named: list[Named]) -> None:
 # -------- efficiency
 
 
-def draw_efficiency(points: list[Point], title: str) -> Any:
+def draw_efficiency(points: list[Point], title: str, strong: bool) -> Any:
     """A bar at a point is the interval of the test. Of several shapes with as many devices, the
     line takes that with the fewest nodes.
     """
     lines: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point[0].devices, point[0].setting.nodes)):
-        lines.setdefault(name_in(point[0], [cell for cell, _ in points]), []).append(point)
+        name = name_in(point[0], [cell for cell, _ in points], strong)
+        lines.setdefault(name, []).append(point)
     telling = sorted(lines, key=lambda name: rank_line(lines[name]))[:MOST]
     counts = sorted({cell.devices for cell, _ in points})
     figure, axes = pyplot.subplots(figsize=(5.4, 4.2), layout="constrained")
@@ -188,23 +200,29 @@ def draw_line(axes: Any, name: str, points: list[Point], counts: list[int], asid
 
 
 def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
-    """The shape that most strategies have, of these the one with the most devices, and its cells of
-    which speed and memory are known: of each strategy the fastest. The baseline is one of them.
+    """The shape and the batch per device that most strategies have, of these those with the most
+    devices, and the cells of which speed and memory are known: of each strategy the fastest. The
+    baseline of this batch is one of them.
     """
     known = [
         cell
         for cell in workload.cells
         if cell.figures.samples_per_second and cell.figures.training_memory_mb
     ]
-    several = [cell for cell in known if cell.devices > 1]
-    counts = Counter(shape for shape, _ in {(cell.setting.shape, cell.name) for cell in several})
+    places = {
+        (cell.devices, cell.setting.shape, cell.setting.batch_per_device, cell.name)
+        for cell in known
+        if cell.devices > 1
+    }
+    counts = Counter(place[:3] for place in places)
     if not counts:
         return "", []
-    devices = {cell.setting.shape: cell.devices for cell in several}
-    shape = max(counts, key=lambda shape: (counts[shape], devices[shape]))
+    place = max(counts, key=lambda place: (counts[place], *place))
+    _, shape, batch = place
     fastest: dict[str, Cell] = {}
     for cell in sorted(known, key=lambda cell: cell.cost):
-        if cell.setting.shape == shape or cell.is_baseline:
+        there = cell.setting.shape == shape or cell.is_baseline
+        if there and cell.setting.batch_per_device == batch:
             fastest.setdefault(cell.name, cell)
     return shape, list(fastest.values())
 

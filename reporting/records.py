@@ -116,6 +116,7 @@ class Record(Strict):
 
 PROFILED = "profiled: not a timing"
 EVALUATED = "evaluated: no training"
+SEEDS = ("seed", "learning_rate")
 MEANT = (PROFILED, EVALUATED)  # by the user, so nothing is lost
 SHORTEST = 1e-6  # seconds of a run
 LONGEST = 4000  # characters of the options of a strategy, or of the workload's fields
@@ -186,6 +187,7 @@ class Run:
     ranks: list[Rank] = field(default_factory=list)
     log: str | None = None
     began: datetime | None = None
+    seeds: tuple[Any, ...] = ()  # what losses depend on besides: the seed, the learning rate
 
     @property
     def cost(self) -> float:
@@ -255,6 +257,7 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         ranks=record.ranks,
         log=log,
         began=record.began,
+        seeds=tuple(record.workload.model_dump().get(name) for name in SEEDS),
     )
 
 
@@ -263,7 +266,7 @@ def find_workload(record: Record) -> dict[str, Any]:
     time.
     """
     devices = {rank.device_name or record.device_name for rank in record.ranks}
-    work = record.workload.model_dump(exclude={"seed", "learning_rate"})
+    work = record.workload.model_dump(exclude={*SEEDS})
     on_cpu = record.device_name.startswith("CPU")
     return {
         "script": record.script,
