@@ -38,6 +38,7 @@ import tempfile
 import time
 import traceback
 import unicodedata
+import zlib
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -253,7 +254,10 @@ def save_checkpoint(accelerator, progress):
         state = {key: value for key, value in vars(progress).items() if key not in OF_THIS_PROCESS}
         state |= {"processes": accelerator.num_processes, "gpus": torch.cuda.device_count()}
         (partial / "progress.json").write_text(json.dumps(state))
-    os.sync()
+    # os.sync() would wait for all disks of the node.
+    descriptor = os.open(partial, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(descriptor)
+    os.close(descriptor)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -756,7 +760,7 @@ def load_features(questions, tokenizer, args):
             )
             os.replace(f"{folder}/{file.name}", file)
     table = datasets.Dataset.from_file(str(file))
-    return Features(questions, table, tokenizer, key, args.max_seq_length)
+    return Features(questions, table, tokenizer, args.max_seq_length)
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -830,11 +834,10 @@ def find_span(encoding, starts, pieces):
 class Features(Dataset):
     """A split of the data as BERT reads it. Item `i` is a feature, as `tokenize` explains it."""
 
-    def __init__(self, questions, table, tokenizer, key, max_seq_length):
+    def __init__(self, questions, table, tokenizer, max_seq_length):
         self.questions = questions  # dicts
         self.table = table  # a datasets.Dataset
         self.tokenizer = tokenizer  # that made it
-        self.key = key
         self.max_width = max_seq_length
         self.tokens = table.with_format("torch", columns=["input_ids"])  # They stay on the disk.
         names = ["length", "first", "start", "end", "owner"]
@@ -843,6 +846,16 @@ class Features(Dataset):
 
     def __len__(self):
         return len(self.table)
+
+    def checksum(self):
+        """A number for all that the model reads and learns, the same with any Python."""
+        parts = [column.numpy() for column in self.columns.values()]
+        chunks = self.table.data.column("input_ids").chunks
+        parts += [chunk.flatten().to_numpy() for chunk in chunks]
+        number = 0
+        for part in parts:
+            number = zlib.crc32(part, number)
+        return number
 
     def __getitems__(self, ids):
         """A whole batch: what the model reads, what belongs to its answers, and its size.
@@ -938,7 +951,7 @@ def describe_workload(args, config, train_set, eval_set):
         "samples": len(train_set),
         "eval_questions": len(eval_set.questions),
         "eval_samples": len(eval_set),
-        "features": f"{train_set.key[:8]}, {eval_set.key[:8]}",
+        "features": [train_set.checksum(), eval_set.checksum()],
         "version_2": args.version_2_with_negative,
         "sequence_length": args.max_seq_length,
         "max_answer_length": args.max_answer_length,
@@ -1133,6 +1146,11 @@ def check_launch(fsdp, zero):
     # In torch 2.15, restarted ranks may connect to the ports of those that died.
     if env("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         abort("--max_restarts must be 0: launch again with --resume instead")
+    if gpus and not torch.cuda.is_available():
+        abort(f"torch {torch.__version__} cannot use the GPU here: is the driver too old for it?")
+    # Accelerator would read this flag, but PartialState has taken the GPU before.
+    if utils.parse_flag_from_env("ACCELERATE_USE_CPU") and torch.cuda.is_available():
+        abort("--cpu and use_cpu do not hide the GPUs: set CUDA_VISIBLE_DEVICES= instead")
     if zero and launched_with_dynamo():
         abort("accelerate drops --dynamo_backend under DeepSpeed: leave it out, or use fsdp.yaml")
 

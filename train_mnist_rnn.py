@@ -223,7 +223,10 @@ def save_checkpoint(accelerator, progress):
         state = {key: value for key, value in vars(progress).items() if key not in OF_THIS_PROCESS}
         state |= {"processes": accelerator.num_processes, "gpus": torch.cuda.device_count()}
         (partial / "progress.json").write_text(json.dumps(state))
-    os.sync()
+    # os.sync() would wait for all disks of the node.
+    descriptor = os.open(partial, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(descriptor)
+    os.close(descriptor)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -618,6 +621,11 @@ def check_launch(fsdp, zero):
     # In torch 2.15, restarted ranks may connect to the ports of those that died.
     if env("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         abort("--max_restarts must be 0: launch again with --resume instead")
+    if gpus and not torch.cuda.is_available():
+        abort(f"torch {torch.__version__} cannot use the GPU here: is the driver too old for it?")
+    # Accelerator would read this flag, but PartialState has taken the GPU before.
+    if utils.parse_flag_from_env("ACCELERATE_USE_CPU") and torch.cuda.is_available():
+        abort("--cpu and use_cpu do not hide the GPUs: set CUDA_VISIBLE_DEVICES= instead")
     if zero and launched_with_dynamo():
         abort("accelerate drops --dynamo_backend under DeepSpeed: leave it out, or use fsdp.yaml")
 

@@ -10,8 +10,13 @@
 trap "" USR1 USR2 TERM
 accelerate-launch --machine_rank "$SLURM_NODEID" "$@" &
 launcher=$!
-trap 'pkill -USR1 -P $launcher' USR1 USR2
-trap 'pkill -TERM -P $launcher' TERM
+# shellcheck disable=SC2329 # the traps call it
+pass_on() { # without pkill, which a container may lack
+    read -ra ranks <"/proc/$launcher/task/$launcher/children"
+    kill "-$1" "${ranks[@]}"
+} 2>/dev/null
+trap 'pass_on USR1' USR1 USR2
+trap 'pass_on TERM' TERM
 while kill -0 $launcher 2>/dev/null; do wait $launcher; done # a signal ends `wait`
 wait $launcher
 code=$?

@@ -228,10 +228,13 @@ def test_one_line_for_bad_input(strategy, flags, pattern, tmp_path):
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 0, "--max_restarts must be 0: launch again with"),
         ({"LOCAL_RANK": "0"}, 0, "fsdp_version must be 2"),  # torchrun, and accelerate's default
         ({"LOCAL_RANK": "0", "FSDP_VERSION": "1"}, 0, "fsdp_version must be 2"),
+        ({}, 2, "cannot use the GPU here: is the driver too old"),
+        ({"ACCELERATE_USE_CPU": "true"}, 1, "set CUDA_VISIBLE_DEVICES= instead"),
     ],
 )
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "ACCELERATE_USE_CPU" in env)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
