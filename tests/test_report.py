@@ -160,13 +160,13 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
 
 
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
-    """Of one global batch, 4 x 8 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is that
+    """Of one global batch, 2 x 16 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is that
     with the shortest time, not with the largest speedup over a slow baseline.
     """
-    again = {"gradient_accumulation_steps": 4, "steps": 160, "global_batch_size": 32}
+    again = {"gradient_accumulation_steps": 2, "steps": 160, "global_batch_size": 32}
     rows, text = in_turns(
         tmp_path,
-        slow=("baseline", 1, 200, {"batch": 8} | again),
+        slow=("baseline", 1, 200, {"batch": 16} | again),
         base=("baseline", 1, 100.22, {}),
         small=("baseline", 1, 400, {"batch": 8}),
         strong=("ddp", 2, 60, {"batch": 16, "samples_per_second": 5120 / 30}),
@@ -179,6 +179,7 @@ def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     assert found["strong"] == ("", "1.67") and found["weak"] == ("2.00", "")
     assert found["little"] == ("5.31", "") and found["slow"] == ("0.50", "0.50")
     shown = first_page(text)
+    assert "and 200.00 s (batch 16 x 2)" in shown
     assert "The fastest is DDP on 1 x 2 (batch 32), 2.00 times" in shown
     assert "20% faster than DDP on 1 x 2 (batch 16) (" in shown
     assert float(rows["weak-1"]["step_seconds"]) == pytest.approx(64 * 26 / 5120)
