@@ -16,9 +16,7 @@ BIN := .venv/bin
 # Modules of a cluster may set it. pip would take what it names for installed.
 unexport PYTHONPATH
 # A terminal shows pip's progress; a log gets the commands only.
-PIP = $(BIN)/pip install --disable-pip-version-check --no-compile $(if $(MAKE_TERMOUT),,--quiet)
-# pip compiles on one core. Some files of libraries are templates, which do not compile.
-COMPILE = $(BIN)/python -m compileall -qq -j4 .venv/lib || true
+PIP = $(BIN)/pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
 REPEATS = 2
 STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
@@ -53,16 +51,16 @@ else
 	@echo "Installing into .venv, once. This takes 10 to 20 minutes, near a mirror 3 or 4:"
 	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" ] || \
 		echo --clear) "$$(readlink -f .venv)"
-	$(PIP) -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
+	$(PIP) --no-compile -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
 		--index-url https://download.pytorch.org/whl/$(BUILD))
-	$(PIP) -c $(CONSTRAINTS) -r requirements.txt -r requirements-report.txt
-	$(COMPILE)
+	$(PIP) --no-compile -c $(CONSTRAINTS) -r requirements.txt -r requirements-report.txt
+	@# pip would compile on one core. Some files of libraries are templates, which do not compile.
+	$(BIN)/python -m compileall -qq -j4 .venv/lib || true
 	$(BIN)/python -c "import torch, torchvision, accelerate"
 	echo $(CONSTRAINTS) $(BUILD) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(PIP) -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
-	$(COMPILE)
 	touch $@
 endif
 

@@ -160,8 +160,8 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
 
 
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
-    """Of one global batch, 2 x 16 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is that
-    with the shortest time, not with the largest speedup over a slow baseline.
+    """Of one global batch, 2 x 16 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is
+    that with the shortest time, not with the largest speedup over a slow baseline.
     """
     again = {"gradient_accumulation_steps": 2, "steps": 160, "global_batch_size": 32}
     rows, text = in_turns(
