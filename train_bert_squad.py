@@ -256,8 +256,11 @@ def save_checkpoint(accelerator, progress):
         (partial / "progress.json").write_text(json.dumps(state))
     # os.sync() would wait for all disks of the node.
     descriptor = os.open(partial, os.O_RDONLY)
-    ctypes.CDLL(None).syncfs(descriptor)
+    failed = ctypes.CDLL(None, use_errno=True).syncfs(descriptor)
     os.close(descriptor)
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -737,7 +740,8 @@ def load_features(questions, tokenizer, args):
     # would change the key.
     tokenizer.backend_tokenizer.no_truncation()
     words = tokenizer.backend_tokenizer.to_str()
-    key = datasets.fingerprint.Hasher.hash([json.dumps(questions), sizes, words, tokenize])
+    text = json.dumps(questions)
+    key = datasets.fingerprint.Hasher.hash([text, sizes, words, tokenize])
     file = Path(datasets.config.HF_DATASETS_CACHE) / "squad_features" / f"{key}.arrow"
     if not file.exists():
         # Write it into a folder that is deleted if the disk is full.
@@ -760,7 +764,13 @@ def load_features(questions, tokenizer, args):
             )
             os.replace(f"{folder}/{file.name}", file)
     table = datasets.Dataset.from_file(str(file))
-    return Features(questions, table, tokenizer, args.max_seq_length)
+    # The key depends on Python's version. This number depends on the data alone.
+    checksum = zlib.crc32(text.encode())
+    for name in ("input_ids", "start", "end"):
+        for chunk in table.data.column(name).chunks:
+            numbers = chunk.flatten() if name == "input_ids" else chunk
+            checksum = zlib.crc32(numbers.to_numpy(), checksum)
+    return Features(questions, table, tokenizer, checksum, args.max_seq_length)
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -834,10 +844,11 @@ def find_span(encoding, starts, pieces):
 class Features(Dataset):
     """A split of the data as BERT reads it. Item `i` is a feature, as `tokenize` explains it."""
 
-    def __init__(self, questions, table, tokenizer, max_seq_length):
+    def __init__(self, questions, table, tokenizer, checksum, max_seq_length):
         self.questions = questions  # dicts
         self.table = table  # a datasets.Dataset
         self.tokenizer = tokenizer  # that made it
+        self.checksum = checksum
         self.max_width = max_seq_length
         self.tokens = table.with_format("torch", columns=["input_ids"])  # They stay on the disk.
         names = ["length", "first", "start", "end", "owner"]
@@ -846,16 +857,6 @@ class Features(Dataset):
 
     def __len__(self):
         return len(self.table)
-
-    def checksum(self):
-        """A number for all that the model reads and learns, the same with any Python."""
-        parts = [column.numpy() for column in self.columns.values()]
-        chunks = self.table.data.column("input_ids").chunks
-        parts += [chunk.flatten().to_numpy() for chunk in chunks]
-        number = 0
-        for part in parts:
-            number = zlib.crc32(part, number)
-        return number
 
     def __getitems__(self, ids):
         """A whole batch: what the model reads, what belongs to its answers, and its size.
@@ -951,7 +952,7 @@ def describe_workload(args, config, train_set, eval_set):
         "samples": len(train_set),
         "eval_questions": len(eval_set.questions),
         "eval_samples": len(eval_set),
-        "features": [train_set.checksum(), eval_set.checksum()],
+        "features": f"{train_set.checksum:08x}, {eval_set.checksum:08x}",
         "version_2": args.version_2_with_negative,
         "sequence_length": args.max_seq_length,
         "max_answer_length": args.max_answer_length,

@@ -225,8 +225,11 @@ def save_checkpoint(accelerator, progress):
         (partial / "progress.json").write_text(json.dumps(state))
     # os.sync() would wait for all disks of the node.
     descriptor = os.open(partial, os.O_RDONLY)
-    ctypes.CDLL(None).syncfs(descriptor)
+    failed = ctypes.CDLL(None, use_errno=True).syncfs(descriptor)
     os.close(descriptor)
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")

@@ -3,9 +3,11 @@
 A sentence calls a cell faster or slower than another one only where the tests say so.
 """
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
-from common.strategies import label_of
+from common.strategies import REPLICAS, SHARDS, label_of
 from reporting.comparing import Cell, Workload, varies
 from reporting.grounds import AGAIN, has_other_loss
 from reporting.records import Run
@@ -72,9 +74,11 @@ def say_fastest(workload: Workload) -> str | None:
     based = any(cell.is_baseline for cell in workload.cells)
     sound = [cell for cell in workload.cells if cell.devices > 1 and not has_other_loss(cell)]
     cells = [cell for cell in sound if len(cell.runs) > 1 and (cell.comparison or not based)]
-    if not cells:
+    if not cells or (not based and len(cells) == 1):
         return None
     best, *others = sorted(cells, key=lambda cell: cell.cost)
+    if not based and workload.margin(best, others[0]) is None:
+        return f"No test says which strategy is the fastest; the best is {best.label}."
     left_out = [cell for cell in sound if cell.cost < best.cost]
     limits = ["with repeats"] if any(len(cell.runs) == 1 for cell in left_out) else []
     if based and any(not cell.comparison for cell in left_out):
@@ -133,9 +137,21 @@ def say_scaling(workload: Workload) -> str | None:
 
 
 def is_slower(cell: Cell, other: Cell, workload: Workload) -> bool:
-    """Whether the repeats show it to be slower than the same strategy on fewer devices."""
-    same = cell.name == other.name and cell.devices > other.devices
-    return same and cell.cost > other.cost and workload.differ(cell, other)
+    """Whether the repeats show it to be slower than the same strategy on fewer devices, with an
+    equal batch.
+    """
+    one, two = cell.setting, other.setting
+    batch = one.batch_per_device == two.batch_per_device
+    batch = batch or one.global_batch_size == two.global_batch_size
+    same = batch and cell.name == other.name and options_of(cell) == options_of(other)
+    fewer = other.devices < cell.devices and not has_other_loss(other)
+    return same and fewer and cell.cost > other.cost and workload.differ(cell, other)
+
+
+def options_of(cell: Cell) -> dict[str, Any]:
+    """But for HSDP's sizes, which belong to the number of devices."""
+    options = json.loads(cell.setting.strategy_options or "{}")
+    return {name: value for name, value in options.items() if name not in (REPLICAS, SHARDS)}
 
 
 # What the answer says before the cells that have a note of the kind.

@@ -7,11 +7,12 @@ independent. Speedups assume that a strategy learns what the baseline learns.
 import itertools
 import math
 import statistics
+from collections.abc import Iterable
 
 from scipy.stats import f as f_distribution
 
 from reporting.comparing import Cell, Workload
-from reporting.records import Figures, Run
+from reporting.records import Run
 
 FEW_STEPS = 30  # fewer are no measurement
 START = 0.1  # of the training: a longer start is no measurement of steps
@@ -111,14 +112,15 @@ def lies_apart(some: list[Run], others: list[Run]) -> bool:
 
 
 def slower_host(cell: Cell) -> str:
-    """Of repeats on several sets of hosts: whether all on one took longer than all on another one.
-    Names the hosts that only one of the two has.
+    """Of several repeats each on several sets of hosts: whether all on one set took longer than all
+    on another one. Names the hosts that only one of the two has.
     """
     times: dict[frozenset[str], list[float]] = {}
     for run in cell.runs:
         times.setdefault(frozenset(rank.host for rank in run.ranks), []).append(run.cost)
     found = []
-    for slow, fast in itertools.permutations(times, 2):
+    several = [hosts for hosts, costs in times.items() if len(costs) > 1]
+    for slow, fast in itertools.permutations(several, 2):
         longer = statistics.median(times[slow]) / statistics.median(times[fast]) - 1
         if min(times[slow]) > max(times[fast]) and longer >= SLOWER:
             names = [name_hosts(slow - fast), name_hosts(fast - slow)]
@@ -142,14 +144,21 @@ def wrong_loss(cell: Cell) -> str:
     it gained if that is less. Dropout's masks make smaller differences.
     """
     base = cell.strong.baseline.runs if cell.strong else []
-    right = {run.seeds: run.figures for run in base}
     found = []
     for run in cell.runs:
-        loss, figures = run.figures.last_loss, right.get(run.seeds, Figures())
-        first, last = figures.first_loss, figures.last_loss
+        right = [other.figures for other in base if other.seeds == run.seeds]
+        first = median_of(figures.first_loss for figures in right)
+        last = median_of(figures.last_loss for figures in right)
+        loss = run.figures.last_loss
         if loss is None or first is None or last is None:
             continue
         far = min(FAR * first, max((first - last) / 2, FAR * first / 10))
         if abs(loss - last) > far:
             found.append((abs(loss - last), f"a last loss is {loss:.4g}, not {last:.4g}"))
     return max(found)[1] if found and not no_number(cell) else ""
+
+
+def median_of(losses: Iterable[float | None]) -> float | None:
+    """Of the losses that are numbers."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return statistics.median(known) if known else None

@@ -74,9 +74,9 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
                 fixed = ", global batch fixed" if strong else ""
                 title = f"{head}efficiency{fixed} (more is better)"
                 save(name, draw_efficiency(points, title, strong))
-        shape, cells = find_trade(workload)
+        place, cells = find_trade(workload)
         if len(cells) > 1:
-            save("trade", draw_trade(cells, f"{head}speed and memory on {shape}"))
+            save("trade", draw_trade(cells, f"{head}speed and memory on {place}"))
     return files
 
 
@@ -94,11 +94,19 @@ def name_in(cell: Cell, cells: list[Cell], strong: bool) -> str:
     if strong:
         batches = {setting.global_batch_size for setting in settings}
         batch = f"global batch {cell.setting.global_batch_size}"
-        apart = apart.removeprefix(cell.batch).removeprefix(", ")
+        kinds = [kind_of(other) for other in cells]
+        if kinds.count(kind_of(cell)) == 1:  # else they accumulate otherwise
+            apart = apart.removeprefix(cell.batch).removeprefix(", ")
     else:
         batches = {setting.batch_per_device for setting in settings}
     batch = batch if len(batches) > 1 and batch not in apart else ""
     return ", ".join(word for word in (cell.name, batch, apart) if word)
+
+
+def kind_of(cell: Cell) -> tuple[Any, ...]:
+    """A cell but for its micro-batches."""
+    setting = cell.setting
+    return cell.name, setting.shape, setting.global_batch_size, setting.strategy_options
 
 
 def look_of(cell: Cell) -> dict[str, Any]:
@@ -200,9 +208,9 @@ def draw_line(axes: Any, name: str, points: list[Point], counts: list[int], asid
 
 
 def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
-    """The shape and the batch per device that most strategies have, of these those with the most
-    devices, and the cells of which speed and memory are known: of each strategy the fastest. The
-    baseline of this batch is one of them.
+    """In words the shape and the batch per device that most strategies have, of these those with
+    the most devices; and the cells of which speed and memory are known, of each strategy the
+    fastest. The baseline of this batch is one of them.
     """
     known = [
         cell
@@ -217,14 +225,14 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
     counts = Counter(place[:3] for place in places)
     if not counts:
         return "", []
-    place = max(counts, key=lambda place: (counts[place], *place))
+    place = max(counts, key=lambda place: (counts[place], place[0], place[1], place[2] or 0))
     _, shape, batch = place
     fastest: dict[str, Cell] = {}
     for cell in sorted(known, key=lambda cell: cell.cost):
         there = cell.setting.shape == shape or cell.is_baseline
         if there and cell.setting.batch_per_device == batch:
             fastest.setdefault(cell.name, cell)
-    return shape, list(fastest.values())
+    return f"{shape}, batch {batch}" if batch else shape, list(fastest.values())
 
 
 def draw_trade(cells: list[Cell], title: str) -> Any:

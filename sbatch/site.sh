@@ -22,7 +22,7 @@ command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source
 #     --container-workdir="$PWD")
 
 # The network of the ranks, if they do not find each other: a name that `ip address` shows. If the
-# nodes have another name on the fast network, name the first one so.
+# nodes have another name on the fast network, name the first one so, without `export`.
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_DEBUG=INFO

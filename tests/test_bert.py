@@ -17,6 +17,7 @@ from test_mnist_resume import assert_near, assert_same_end, ids_seen, slow, step
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 import train_bert_squad as script
+from reporting.records import read_record
 
 SCRIPT = "train_bert_squad.py"
 QUESTIONS = "tests/data/squad_v1.json"
@@ -139,6 +140,7 @@ def test_the_record_is_complete(runs):
     record = result.record
     more = ["padding_share", "tokens", "tokens_per_second"]
     assert set(record) == {*RECORD, *more} and record["script"] == SCRIPT
+    assert read_record(result.folder / "run.json").status == "completed", "the report refuses it"
     assert record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"}
     workload = record["workload"]

@@ -187,15 +187,15 @@ def test_features_are_cached_by_what_they_depend_on(cache, tokenizer, monkeypatc
     first, new = load()
     assert new
     again, new = load(tokenizer=transformers.AutoTokenizer.from_pretrained(MODEL))
-    assert again.checksum() == first.checksum() and not new
+    assert again.checksum == first.checksum and not new
     assert again.table["input_ids"][:] == first.table["input_ids"][:]
     others = [load(options(max_seq_length=80)), load(options(doc_stride=16))]
     others.append(load(questions=questions[1:]))
     assert all(new for _, new in others)
-    assert len({first.checksum(), *(other.checksum() for other, _ in others)}) == 4
+    assert len({first.checksum, *(other.checksum for other, _ in others)}) == 4
     shutil.rmtree(cache)  # Another Python would name the file otherwise.
     again, new = load()
-    assert new and again.checksum() == first.checksum()
+    assert new and again.checksum == first.checksum
 
 
 def test_an_answer_takes_along_the_marks_after_its_last_letter(cache, tokenizer):

@@ -296,6 +296,6 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     rows = [[cell.strip() for cell in line.split("|")] for line in fits.splitlines()]
     batches = {row[1]: row[-3] for row in rows if row[-4:-3] == ["yes"] or row[1:2] == ["ddp"]}
     answer = "`zero2.yaml`, just, and `fsdp.yaml`. Column *batch* counts the texts that fit: "
-    answer += "DDP {ddp}, ZeRO-2 {zero2}, FSDP {fsdp}."
+    answer += "DDP {ddp}, ZeRO-2 {zero2},\nFSDP {fsdp}."
     assert answer.format(**batches) in PAGES["README.md"]
     assert not {"baseline", "dp", "zero3"} & set(batches), "the answer leaves out what fits"

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -332,6 +333,11 @@ def test_a_cell_that_learned_something_else_is_not_the_fastest(tmp_path, loss, w
         cells["ddp"] = "ddp", 2, 50, lambda turn: other(turn) | {"work": {"seed": 7}}
         _, text = in_turns(tmp_path / f"{odd} seed", **cells)
         assert ("never the fastest" in text) == math.isnan(loss), "another seed has other losses"
+    # The median of the baseline's repeats counts.
+    losses = [[[1, 2.3], [2, last]] for last in (2.1, 2.1, loss)]
+    base = "baseline", 1, 100, lambda turn: {"loss_history": losses[turn]}
+    _, text = in_turns(tmp_path / "base", base=base, ddp=("ddp", 2, 50, partial(other, odd=9)))
+    assert "The fastest is DDP" in first_page(text)
 
 
 def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path, monkeypatch):
@@ -342,10 +348,24 @@ def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path, mon
     cells = {name: ("fsdp", n, time, {"batch": 32 // n}) for name, (n, time) in sizes.items()}
     _, text = in_turns(tmp_path / "alone", **cells)
     assert "The fastest is FSDP on 1 x 4, 29% faster than FSDP on 1 x 2 (" in first_page(text)
+    _, text = in_turns(tmp_path / "lone", two=cells["two"])
+    assert "fastest" not in first_page(text)
+    same = {"one": record("ddp", 2, 60), "two": record("ddp", 2, 60), "fsdp": record("fsdp", 2, 90)}
+    _, text = report_of(tmp_path / "same", fsdp2=record("fsdp", 2, 90), **same)
+    assert "No test says which strategy is the fastest; the best is DDP on" in first_page(text)
     base = {"base": ("baseline", 1, 394, {})}
     _, text = in_turns(tmp_path / "all", **base, **cells)
     shown = first_page(text)
     assert "FSDP on 1 x 8 is faster than one device; FSDP on 1 x 8 is slower than on fewer" in shown
+    # That is no comparison with other batches, with other options, or with a wrong loss.
+    other = {"strategy_options": {"offload_params": "true", "version": "2"}}
+    nan = {"loss_history": [[1, 2.3], [2, math.nan]]}
+    for number, change in enumerate(({"batch": 2}, other, nan)):
+        few = {
+            name: ("fsdp", *cells[name][1:3], cells[name][3] | change) for name in ("two", "four")
+        }
+        _, text = in_turns(tmp_path / str(number), **base, **few, eight=cells["eight"])
+        assert "slower than on fewer" not in first_page(text), change
     drawn = []
     monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
     run_report(tmp_path / "all", draw=True)
