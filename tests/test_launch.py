@@ -15,8 +15,13 @@ import train_mnist_rnn
 
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
-RANKS = {"dp": 1, "zero3": 2}
-PAIRS = [("dp", MNIST), pytest.param("zero3", BERT, marks=pytest.mark.canary)]
+RANKS = {"dp": 1, "ddp": 2, "zero3": 2}
+SLOW = pytest.mark.slow
+PAIRS = [
+    ("ddp", MNIST),
+    pytest.param("dp", MNIST, marks=SLOW),
+    pytest.param("zero3", BERT, marks=[SLOW, pytest.mark.canary]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
         assert result.losses == expected.losses
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_compiler_that_deepspeed_would_not_get_is_refused(tmp_path):
     """accelerate does not pass it on, so the ranks ask their real launcher."""
     words = ["--config_file", "accelerate_configs/zero2.yaml", "--main_process_port", "0"]
