@@ -223,7 +223,7 @@ def save_checkpoint(accelerator, progress):
         state = {key: value for key, value in vars(progress).items() if key not in OF_THIS_PROCESS}
         state |= {"processes": accelerator.num_processes, "gpus": torch.cuda.device_count()}
         (partial / "progress.json").write_text(json.dumps(state))
-    # os.sync() would wait for all disks of the node.
+    # Wait until the disk has it. os.sync() would wait for all disks of the node.
     descriptor = os.open(partial, os.O_RDONLY)
     failed = ctypes.CDLL(None, use_errno=True).syncfs(descriptor)
     os.close(descriptor)

@@ -136,10 +136,10 @@ def is_silent(message):
 
 
 def last_error(text):
-    """The line of a failed test that says most, without paths."""
+    """The line of a failed test that says most, without paths, and without pydantic's details."""
     kinds = r"^(?:E +)?(?:\[rank\d\]: )?([\w.]*(?:Error|Exception|error): .*)"
     errors = re.findall(kinds, text, re.M) or [text.strip().splitlines()[0]]
-    return re.sub(r" ?\(?/[^ )]+\)?", "", errors[-1])[:160]
+    return re.sub(r" ?\(?/[^ )]+\)?| \[type=.*", "", errors[-1])[:160]
 
 
 def describe(found, pinned):

@@ -89,16 +89,15 @@ def name_in(cell: Cell, cells: list[Cell], strong: bool) -> str:
     """What tells a cell from these others, but for the devices. Under strong scaling, the batch per
     device changes with them.
     """
-    settings = [other.setting for other in cells]
     batch, apart = cell.batch, cell.apart
     if strong:
-        batches = {setting.global_batch_size for setting in settings}
+        batches = {other.setting.global_batch_size for other in cells}
         batch = f"global batch {cell.setting.global_batch_size}"
         kinds = [kind_of(other) for other in cells]
         if kinds.count(kind_of(cell)) == 1:  # else they accumulate otherwise
             apart = apart.removeprefix(cell.batch).removeprefix(", ")
     else:
-        batches = {setting.batch_per_device for setting in settings}
+        batches = {other.setting.batch_per_device for other in cells}
     batch = batch if len(batches) > 1 and batch not in apart else ""
     return ", ".join(word for word in (cell.name, batch, apart) if word)
 
@@ -225,8 +224,8 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
     counts = Counter(place[:3] for place in places)
     if not counts:
         return "", []
-    place = max(counts, key=lambda place: (counts[place], place[0], place[1], place[2] or 0))
-    _, shape, batch = place
+    most = max(counts, key=lambda place: (counts[place], *place[:2], place[2] or 0))
+    _, shape, batch = most
     fastest: dict[str, Cell] = {}
     for cell in sorted(known, key=lambda cell: cell.cost):
         there = cell.setting.shape == shape or cell.is_baseline

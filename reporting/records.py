@@ -257,7 +257,7 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         ranks=record.ranks,
         log=log,
         began=record.began,
-        seeds=tuple(record.workload.model_dump().get(name) for name in SEEDS),
+        seeds=tuple(getattr(record.workload, name, None) for name in SEEDS),
     )
 
 

@@ -148,7 +148,6 @@ if grep -q '^parallelism_config:' <<<"$settings"; then
         --parallelism_config_dp_shard_size "$per_node")
 fi
 line+=("${launcher_flags[@]}" "$script" --resume "$@")
-unset MASTER_ADDR # if site.sh exports it: a baseline would take itself for one of several ranks
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > per_node ? cores / per_node : 1))}
 # When C++ ends a rank, as NCCL does after a timeout, Python says where its threads stood, and torch

@@ -30,7 +30,6 @@ set -uo pipefail
     { echo "error: run this from the project's root, as sbatch/sweep.sh" >&2 && exit 1; }
 source sbatch/common.sh
 load_site
-unset MASTER_ADDR # a baseline would take itself for one of several ranks
 strategies="baseline dp ddp fsdp hsdp zero2 zero3" shapes='' repeats=2 minutes=60
 global_batch_size='' dry_run='' local='' yes=''
 output_dir=runs/sweep-$(date +%Y%m%d-%H%M%S)-$$

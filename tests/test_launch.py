@@ -10,13 +10,13 @@ import pytest
 import test_bert
 import test_mnist
 from conftest import ACCELERATE, ROOT, RunFailed, launch, run
+from test_mnist_resume import SLOW
 
 import train_mnist_rnn
 
 TESTS = {tests.SCRIPT: tests for tests in (test_mnist, test_bert)}
 MNIST, BERT = TESTS
 RANKS = {"dp": 1, "ddp": 2, "zero3": 2}
-SLOW = pytest.mark.slow
 PAIRS = [
     ("ddp", MNIST),
     pytest.param("dp", MNIST, marks=SLOW),

@@ -99,8 +99,9 @@ def all_end(ranks, timeout):
 
 
 def make_worlds(number):
-    """What the environment of each of so many ranks has of its own, and the store at which they
-    meet, which has to live as long. Without a number there is one process, and no store.
+    """For each of so many ranks, the variables that its environment has besides; and the store at
+    which the ranks meet: keep it as long as they run. Without a number there is one process, and no
+    store.
     """
     if not number:
         return [{}], None
