@@ -45,7 +45,7 @@ ifdef LINKED
 		lint. Type 'make dev' where it was made, or 'make clean dev' for a .venv of your own))
 else
 # .venv may be a link to another disk. What another Python left in it goes. The stamp comes last.
-# pip would compile on one core. Some files of libraries are templates, which do not compile.
+# pip would compile on one core, and what nobody imports. Some files are templates, and no Python.
 .venv/installed: requirements.txt requirements-report.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
 		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"
@@ -55,12 +55,13 @@ else
 	$(PIP) --no-compile -c $(CONSTRAINTS) torch torchvision $(if $(BUILD),--no-deps \
 		--index-url https://download.pytorch.org/whl/$(BUILD))
 	$(PIP) --no-compile -c $(CONSTRAINTS) -r requirements.txt -r requirements-report.txt
-	$(BIN)/python -m compileall -qq -j4 .venv/lib || true
+	$(BIN)/python -m compileall -qq -j4 \
+		-x '/tests?/|/transformers/models/(?!auto/|bert/)[^/]*/' .venv/lib || true
 	$(BIN)/python -c "import torch, torchvision, accelerate"
 	echo $(CONSTRAINTS) $(BUILD) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(PIP) -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
+	$(PIP) --no-compile -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
 	touch $@
 endif
 

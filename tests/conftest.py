@@ -1,6 +1,5 @@
 """What the tests share: launches, records, weights, and real data where a developer has some."""
 
-import contextlib
 import json
 import os
 import re
@@ -72,24 +71,18 @@ class Result:
         return lines[0]
 
 
-def run(command, folder=None, env=None, timeout=240):
+def run(command, folder=None, env=None):
     """Run a command in the project's root and return its Result."""
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout
+        command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=240
     )
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
-def table_of(text, first_cell):
-    """The rows of the first table of a page whose header begins like this, as lists of cells; the
-    header is the first.
-    """
-    lines = text[text.index(f"| {first_cell}") :].split("\n\n")[0].splitlines()
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if not re.match(r"\|:?-", line)
-    ]
+def rows_of(text):
+    """The rows of a text's Markdown tables, headers too, as lists of cells."""
+    lines = [line for line in text.splitlines() if re.match(r"\|(?!:?-)", line)]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def namespaces(setup, *more):
@@ -106,21 +99,19 @@ def environment(changes):
     return os.environ | ours | (changes or {})
 
 
-def run_forked(words, argv, folder, env, timeout, root=ROOT):
+def run_forked(words, argv, folder=None, env=None, root=ROOT):
     """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        code = warm.run_ranks(words, argv, environment(env), root, out.name, err.name, timeout)
+        code = warm.run_ranks(words, argv, environment(env), root, out.name, err.name, 240)
         return Result(code, out.read(), err.read(), folder)
 
 
-def launch(
-    strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True, timeout=240
-):
+def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True):
     """`accelerate launch` a script under a strategy's YAML, or under the YAML of a path, into
     `folder`; `ok` says whether it has to exit with 0.
 
-    The ranks are forked (see warm.py), unless `env` has what a library reads when it is imported.
-    With a SPY_ variable in `env`, tests/spy.py runs the script.
+    The ranks are forked (see warm.py): of `env`, libraries do not see what they read when they are
+    imported. With a SPY_ variable in it, tests/spy.py runs the script.
     """
     if any(name.startswith("SPY_") for name in env or {}):
         script, env = "tests/spy.py", env | {"SPY_SCRIPT": Path(script).stem}
@@ -129,21 +120,10 @@ def launch(
     words += ["--num_processes", str(processes)] if processes else []
     words += launcher
     argv = [str(script), "--output_dir", *map(str, [folder, *flags])]
-    if any(name.startswith(warm.READ_AT_IMPORT) for name in env or {}):
-        result = run([*ACCELERATE, *words, *argv], Path(folder), env, timeout)
-    else:
-        result = run_forked(words, argv, Path(folder), env, timeout)
+    result = run_forked(words, argv, Path(folder), env)
     if ok and result.code:
         raise RunFailed(f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}")
     return result
-
-
-@pytest.fixture(scope="session")
-def example_records():
-    """The folder with the records of the example report."""
-    from reporting.records import unpack
-
-    return unpack(ROOT / "docs" / "results" / "report-cpu" / "records.tar.xz")
 
 
 def anchor(heading):
@@ -161,26 +141,19 @@ def own_signals():
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def silent_server():
-    """A function that starts a server. It answers each request with these bytes, and then with
-    nothing, and keeps the connection. Returns its address.
+def silent_server(answer):
+    """The address of a server that answers each request with these bytes, and then with nothing,
+    and keeps the connection.
     """
     listener, kept = socket.create_server(("127.0.0.1", 0)), []
 
-    def serve(answer):
-        with contextlib.suppress(OSError):  # The listener is closed.
-            while True:
-                kept.append(listener.accept()[0])
-                kept[-1].sendall(answer)
+    def serve():
+        while True:
+            kept.append(listener.accept()[0])
+            kept[-1].sendall(answer)
 
-    def start(answer=b""):
-        threading.Thread(target=serve, args=(answer,), daemon=True).start()
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/"
-
-    yield start
-    for connection in (*kept, listener):
-        connection.close()
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from argparse import Namespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, namespaces, run
+from conftest import ROOT, launch, namespaces, run, silent_server
 
 import train_bert_squad as script
 
@@ -403,9 +403,7 @@ def test_no_code_of_a_model_folder_is_run_and_nobody_is_asked(monkeypatch, tmp_p
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", ["", LOCAL])
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
-def test_a_hub_that_is_silent_ends_with_one_line(
-    answer, words, silent_server, monkeypatch, tmp_path, capsys
-):
+def test_a_hub_that_is_silent_ends_with_one_line(answer, words, monkeypatch, tmp_path, capsys):
     """Or is a server of another kind. The Hub's own library would wait for ever. The script's
     patience is cut to a twentieth here.
     """

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, run, run_forked
+from conftest import ROOT, rows_of, run, run_forked
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from test_bert import TINY
-from test_fit import PSI, rows_of
+from test_fit import PSI
 
 from common.strategies import STRATEGIES, name_yaml
 
@@ -121,7 +121,7 @@ def test_a_new_yaml_needs_no_other_edit(copy):
     def train(yaml, *argv):
         words = ["--config_file", f"{copy}/accelerate_configs/{yaml}.yaml"]
         words += ["--main_process_port", "0"]
-        done = run_forked(words, argv, None, {}, 240, copy)
+        done = run_forked(words, argv, root=copy)
         assert done.code == 0, done.err
 
     head, *rows = rows_of(run_there(sys.executable, "fit.py", "40GB", "--num_processes", "8"))

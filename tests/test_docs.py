@@ -4,12 +4,13 @@ programs, and the translated pages have the commands of the English ones.
 
 import json
 import re
+import shutil
 import sys
 
 import draw_scale
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, anchor, run, table_of
+from conftest import ROOT, anchor, rows_of, run
 from packaging.requirements import Requirement
 
 import fit
@@ -55,11 +56,6 @@ def test_the_table_of_promises_names_tests():
         assert f"\ndef test_{name}(" in text, f"{file}::{name}"
 
 
-def tables(first_cell):
-    """The tables of all pages whose header begins like this, as in `table_of`."""
-    return [table_of(text, first_cell) for text in PAGES.values() if f"\n| {first_cell}" in text]
-
-
 def value_of(cell, **names):
     """The number that a formula of a table gives, such as "4 Ψ + 16 Ψ/n"."""
     formula = cell.split(", on")[0].replace("×", "*").replace("−", "-")
@@ -68,8 +64,9 @@ def value_of(cell, **names):
 
 def test_the_formulas_are_those_of_fit_and_what_dry_runs_count():
     """Of the bytes held; and of those sent by BERT-base on eight devices."""
-    [table] = tables("strategy | held |")
-    rows = [(name, *cells) for names, *cells in table[1:] for name in names.split(", ")]
+    page = PAGES[ROOT / "docs" / "strategies.md"]
+    _, *table = rows_of(page[page.index("| strategy | held | sent |") :].partition("\n\n")[0])
+    rows = [(name, *cells) for names, *cells in table for name in names.split(", ")]
     parameters = memory.count_parameters(fit.MODELS["bert-base"])[0]
     names = {"Ψ": parameters, "g": max(1, 2 - 30e6 / parameters)}
     counted = draw_scale.cells()
@@ -83,14 +80,14 @@ def test_the_formulas_are_those_of_fit_and_what_dry_runs_count():
 
 
 def test_pictures_are_those_that_the_scripts_draw_and_pages_show(tmp_path):
-    folder, traces = ROOT / "docs" / "img", tmp_path / "traces"
-    traces.mkdir()
-    (traces / "traces.json").write_text((folder / "traces" / "traces.json").read_text())
-    for script, words in (
-        ("draw", [tmp_path]),
-        ("draw_flow", [tmp_path]),
-        ("draw_scale", [tmp_path]),
-        ("draw_traces", ["--to", traces]),
+    folder, programs = ROOT / "docs" / "img", shutil.ignore_patterns("*.svg", "*.py")
+    shutil.copytree(folder, tmp_path, ignore=programs, dirs_exist_ok=True)
+    for script, *words in (
+        ("draw", tmp_path),
+        ("draw_collectives", tmp_path / "collectives"),
+        ("draw_flow", tmp_path),
+        ("draw_scale", tmp_path),
+        ("draw_traces", "--to", tmp_path / "traces"),
     ):
         done = run([sys.executable, f"docs/img/{script}.py", *map(str, words)])
         assert done.code == 0, done.err
@@ -98,7 +95,7 @@ def test_pictures_are_those_that_the_scripts_draw_and_pages_show(tmp_path):
             assert done.out.strip() in PAGES[ROOT / "docs" / "scale.md"]
     drawn = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.svg")}
     kept = {path.relative_to(folder): path.read_text() for path in folder.rglob("*.svg")}
-    assert drawn.items() <= kept.items()
+    assert drawn == kept
     shown = re.findall(r"img/([\w/-]+\.svg)", "".join(PAGES.values()))
     assert {str(path) for path in kept} <= set(shown)
 

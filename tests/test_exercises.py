@@ -22,80 +22,72 @@ BY_HAND, FLAT, OVERLAP, SHARDED, MENDED, GOING = (
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 MEAN = "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n"
 
-# A point that a checker looks at -> the (old, new) text that makes it wrong in a right solution.
+# A point that a checker looks at -> {old: new} text that makes it wrong in a right solution.
 FAULTS_9 = {
-    "each sample is used once in an epoch": [
-        ("Sampler(train_data, seed", "Sampler(train_data, num_replicas=1, rank=0, seed")
-    ],
-    "a step takes 64 samples from both ranks together": [
-        ("BATCH_SIZE // world_size", "BATCH_SIZE")
-    ],
-    "both ranks end with the same weights": [("dist.all_reduce(weight.grad)", "pass")],
-    "the loss is the mean over both ranks": [
-        (MEAN, ""),
-        (" / len(train_loader) / world_size", " / len(train_loader)"),
-    ],
-    "one rank saves the weights": [
-        ("if rank == 0:\n        torch.save(", "if rank == 2:\n        torch.save(")
-    ],
-    "the plain model can load the weights": [
-        ("model.state_dict()", "nn.Sequential(model).state_dict()")
-    ],
-    "the training is that of single.py": [("lr=0.05", "lr=0.1")],
+    "each sample is used once in an epoch": {
+        "Sampler(train_data, seed": "Sampler(train_data, num_replicas=1, rank=0, seed"
+    },
+    "a step takes 64 samples from both ranks together": {"BATCH_SIZE // world_size": "BATCH_SIZE"},
+    "both ranks end with the same weights": {"dist.all_reduce(weight.grad)": "pass"},
+    "the loss is the mean over both ranks": {
+        MEAN: "",
+        " / len(train_loader) / world_size": " / len(train_loader)",
+    },
+    "one rank saves the weights": {
+        "if rank == 0:\n        torch.save(": "if rank == 2:\n        torch.save("
+    },
+    "the plain model can load the weights": {
+        "model.state_dict()": "nn.Sequential(model).state_dict()"
+    },
+    "the training is that of single.py": {"lr=0.05": "lr=0.1"},
 }
 FAULTS_FLAT = {
-    "a step sends all gradients in one message": [
-        ("average_gradients(model, world_size)\n", "average_gradients(model[0], world_size)\n"),
-        (
-            "optimizer.step()\n",
-            "average_gradients(model[2], world_size)\n            optimizer.step()\n",
-        ),
-    ],
+    "a step sends all gradients in one message": {
+        "average_gradients(model, world_size)\n": "average_gradients(model[0], world_size)\n",
+        "optimizer.step()\n": "average_gradients(model[2], world_size)\n"
+        "            optimizer.step()\n",
+    },
 }
 FAULTS_OVERLAP = {
-    "all gradients are sent during the backward pass": [
-        ("    for weight in bucket:\n        weight.register_post", "    hook.register_post"),
-        ("hook.register_post_accumulate_grad_hook(hook)", "hook(None)"),
-        (
-            "            loss.backward()\n",
-            "            loss.backward()\n            for layer in (model[2], model[0]):\n"
-            "                start_in_backward(list(layer.parameters()), started)\n",
-        ),
-    ],
-    "the step waits for each all-reduce": [("call.wait()", "pass")],
+    "all gradients are sent during the backward pass": {
+        "    for weight in bucket:\n        weight.register_post": "    hook.register_post",
+        "hook.register_post_accumulate_grad_hook(hook)": "hook(None)",
+        "            loss.backward()\n": "            loss.backward()\n"
+        "            for layer in (model[2], model[0]):\n"
+        "                start_in_backward(list(layer.parameters()), started)\n",
+    },
+    "the step waits for each all-reduce": {"call.wait()": "pass"},
 }
 FAULTS_SHARDED = {
-    "a rank updates its half of the weights": [
-        ("weights.chunk(world_size)[rank].clone()", "weights.clone()"),
-        ("(own.grad, gradients)", "(own.grad.chunk(world_size)[rank], gradients)"),
-        ("(weights, own)", "(weights, own.chunk(world_size)[rank])"),
-    ],
-    "a step sends gradients once, and weights once": [
-        ("own.grad = torch", "dist.all_reduce(gradients.clone())\n            own.grad = torch")
-    ],
+    "a rank updates its half of the weights": {
+        "weights.chunk(world_size)[rank].clone()": "weights.clone()",
+        "(own.grad, gradients)": "(own.grad.chunk(world_size)[rank], gradients)",
+        "(weights, own)": "(weights, own.chunk(world_size)[rank])",
+    },
+    "a step sends gradients once, and weights once": {
+        "own.grad = torch": "dist.all_reduce(gradients.clone())\n            own.grad = torch"
+    },
 }
 FAULTS_10 = {
-    "each epoch has another order": [
-        ("        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n", "")
-    ],
-    "the loss is that of all samples": [
-        (MEAN, ""),
-        (" / len(loader) / world_size", " / len(loader)"),
-    ],
-    "one rank saves the checkpoint": [
-        ("        if rank == 0:\n            torch.save(", "        torch.save("),
-        ('            say(f"epoch {epoch}: rank', '        say(f"epoch {epoch}: rank'),
-    ],
+    "each epoch has another order": {
+        "        sampler.set_epoch(epoch)  # or each epoch has the order of the first\n": ""
+    },
+    "the loss is that of all samples": {
+        MEAN: "",
+        " / len(loader) / world_size": " / len(loader)",
+    },
+    "one rank saves the checkpoint": {
+        "        if rank == 0:\n            torch.save(": "        torch.save(",
+        '            say(f"epoch {epoch}: rank': '        say(f"epoch {epoch}: rank',
+    },
 }
-
-
 FAULTS_HANG = {
-    "one rank prints the accuracy of all test samples": [("    dist.all_reduce(right)\n", "")]
+    "one rank prints the accuracy of all test samples": {"    dist.all_reduce(right)\n": ""}
 }
 
 
 def changed(text, changes):
-    for old, new in changes:
+    for old, new in changes.items():
         assert old in text, old
         text = text.replace(old, new)
     return text
@@ -146,8 +138,7 @@ def judged(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_each_fault_is_named(checker, right, faults, part, point, judged):
-    flags = ["--part", part] if part != "1" else []
-    code, printed, wrong = judged(checker, changed(right, faults[point]), *flags)
+    code, printed, wrong = judged(checker, changed(right, faults[point]), "--part", part)
     assert code == 1 and point in wrong, printed
     assert wrong == [point] or part == "2b", printed
 
@@ -156,9 +147,7 @@ def test_the_hanging_script_differs_from_its_solution_in_nothing_else():
     """The next test has what a checker says of a rank that waits."""
     alone = "        accuracy = evaluate(model, test_data, rank, world_size)  # all ranks call it\n"
     call = "            accuracy = evaluate(model, test_data, rank, world_size)\n"
-    text = changed(
-        GOING, [(alone, ""), ("        if rank == 0:\n", f"        if rank == 0:\n{call}")]
-    )
+    text = changed(GOING, {alone: "", "        if rank == 0:\n": f"        if rank == 0:\n{call}"})
     assert text.split('"""\n', 1)[1] == (LAB / "hanging.py").read_text().split('"""\n', 1)[1]
 
 
@@ -176,7 +165,7 @@ def test_the_hanging_script_differs_from_its_solution_in_nothing_else():
 )
 def test_what_does_not_train_to_its_end_is_told_with_its_line(line, before, said, judged):
     number = BY_HAND[: BY_HAND.index(line)].count("\n") + 1
-    text = changed(BY_HAND, [(line, before + line)])
+    text = changed(BY_HAND, {line: before + line})
     code, printed, _ = judged(check_ex9, text, "--seconds", "5")
     assert code == 1 and re.search(said.format(number), printed), printed
     assert "(mine.py runs on two processes: 20 s, at most 65)" in printed

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,11 +45,6 @@ def fit_says(monkeypatch, capsys):
         return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[1:]}, out
 
     return say
-
-
-def rows_of(text):
-    lines = [line for line in text.splitlines() if line.startswith("|") and "--" not in line]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import warm
-from conftest import ACCELERATE, ROOT, environment, launch, namespaces, run
+from conftest import ACCELERATE, ROOT, environment, launch, namespaces, run, run_forked
 
 import train_bert_squad
 import train_mnist_rnn as script
@@ -238,13 +237,11 @@ def test_folders_that_cannot_be_meant_and_a_tilde(monkeypatch):
 def test_without_a_folder_a_run_gets_a_new_one_which_is_named_after_the_script(tmp_path):
     words = ["--config_file", f"{ROOT}/accelerate_configs/ddp.yaml"]
     argv = [str(ROOT / SCRIPT), "--dataset", "digits", "--max_train_steps", "1"]
-    out, err = tmp_path / "out", tmp_path / "err"
-    out.touch(), err.touch()
-    code = warm.run_ranks(words, argv, environment({}), tmp_path, str(out), str(err), 240)
-    assert code == 0, err.read_text()
+    done = run_forked(words, argv, root=tmp_path)
+    assert done.code == 0, done.err
     [folder] = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("mnist_rnn-20")
-    assert f"results go to runs/{folder.name}" in out.read_text()
+    assert f"results go to runs/{folder.name}" in done.out
     assert json.loads((folder / "run.json").read_text())["strategy"] == "ddp"
 
 

@@ -20,7 +20,8 @@ RANKS = {"dp": 1, "ddp": 2, "zero3": 2}
 PAIRS = [
     ("ddp", MNIST),
     pytest.param("dp", MNIST, marks=SLOW),
-    pytest.param("zero3", BERT, marks=[SLOW, pytest.mark.canary]),
+    # test_elsewhere.py and test_sbatch.py launch it, too, but not in `make canary`.
+    pytest.param("zero3", BERT, marks=[pytest.mark.matrix, pytest.mark.canary]),
 ]
 
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import STRATEGIES, launch, run
+from conftest import STRATEGIES, launch, run, run_forked, silent_server
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_near, ids_seen
@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
+BASELINE = ["--config_file", "accelerate_configs/baseline.yaml"]
 GLOBAL_BATCH, STEPS = 64, 44  # two epochs
 DIGITS = ["--dataset", "digits"]
 BATCH = "--dataset digits --per_device_train_batch_size"
@@ -331,9 +332,7 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, capsys, monk
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n\x1f"])
-def test_a_server_that_is_silent_ends_the_download_with_one_line(
-    answer, silent_server, tmp_path, monkeypatch
-):
+def test_a_server_that_is_silent_ends_the_download_with_one_line(answer, tmp_path, monkeypatch):
     """At once, or in the middle of a file. The script's patience is cut to a twentieth here."""
     patience = script.socket.setdefaulttimeout
     asked = []
@@ -380,17 +379,27 @@ def test_weight_decay_is_the_optimizers():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
 
 
+# It runs the script as Python's -OO compiles it. Warnings of an open file are errors.
+WITHOUT_DOCSTRINGS = f"""import pathlib, warnings
+warnings.simplefilter("error", ResourceWarning)
+exec(compile(pathlib.Path("{SCRIPT}").read_text(), "{SCRIPT}", "exec", optimize=2))
+"""
+
+
 @pytest.mark.slow
-def test_help_names_the_optimizer_and_python_without_docstrings_trains(tmp_path):
-    """Python's -OO takes docstrings away. Warnings of an open file would be errors here."""
-    done = run([sys.executable, SCRIPT, "--help"])
-    assert done.code == 0 and "AdamW" in done.out and "one cycle" in done.out
-    words = ["-W", "error::ResourceWarning", SCRIPT, *DIGITS, "--max_train_steps", "3"]
-    words += ["--profile", "--output_dir", tmp_path / "run"]
-    done = run([sys.executable, "-OO", *words], tmp_path / "run")
+def test_help_and_runs_of_plain_python_and_without_docstrings(tmp_path):
+    help_text = run_forked(BASELINE, [SCRIPT, "--help"])
+    assert help_text.code == 0 and "AdamW" in help_text.out and "one cycle" in help_text.out
+    words = [*DIGITS, "--max_train_steps", "3", "--output_dir", str(tmp_path / "run")]
+    plain = [sys.executable, "-W", "error::ResourceWarning", SCRIPT, *words, "--profile"]
+    done = run(plain, tmp_path / "run")
     assert done.code == 0 and "Exception ignored" not in done.err, done.err
     assert "warning: --profile traces the steps 13 to 17 of a run, and this one has" in done.out
     began = datetime.fromisoformat(done.record["began"])
     assert began.utcoffset() == timedelta(0) and abs(began.timestamp() - time.time()) < 600
-    again = run([sys.executable, *words], tmp_path / "run")
+    stripped = tmp_path / "stripped.py"
+    stripped.write_text(WITHOUT_DOCSTRINGS)
+    again = run_forked(BASELINE, [str(stripped), *words])
     assert "holds another run" in again.error_line() and "ResourceWarning" not in again.err
+    done = run_forked(BASELINE, [str(stripped), *words[:-1], str(tmp_path / "other")])
+    assert done.code == 0 and "Exception ignored" not in done.err, done.err

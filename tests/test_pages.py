@@ -19,7 +19,10 @@ from pathlib import Path
 import draw_traces
 import pytest
 import warm
-from conftest import QUICK_CHECK, ROOT, environment, launch, run
+from conftest import QUICK_CHECK, ROOT, environment, launch, rows_of, run
+from test_bert import TINY
+
+from reporting.records import unpack
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -157,21 +160,22 @@ if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[
 
 
 @pytest.fixture
-def place(tmp_path, example_records):
+def place(tmp_path):
     """A folder with the project's files, and records as a sweep leaves them."""
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "runs", "docs", "check.py"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "check.py").write_text(QUICK_CHECK)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")  # A student changes files there.
+    records = unpack(ROOT / "docs/results/report-cpu/records.tar.xz")
     for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1"):
-        shutil.copytree(example_records / name, tmp_path / "runs/report/bert" / name)
+        shutil.copytree(records / name, tmp_path / "runs/report/bert" / name)
     return tmp_path
 
 
 def script_of(name, tools):
-    """The shell's script of a page. What is about launchers is launched really: several of them at
-    once, and limits of memory. A sweep lists its jobs.
+    """The shell's script of a page. What is about launchers is launched really: what the shell does
+    not wait for, and limits of memory. A sweep lists its jobs.
     """
     text = PAGES[name]
     lines = ["trap 'echo \"failed: $BASH_COMMAND\"' ERR", "NORMAL=$PATH"]
@@ -180,11 +184,12 @@ def script_of(name, tools):
             for file, solution in SOLUTIONS.items():
                 copy = f"cp docs/lab/solutions/{solution}.py runs/lab/{file}.py"
                 lines.append(f"[ ! -e runs/lab/{file}.py ] || {copy}")
-        really = re.search("&$", commands, re.M) or "ulimit -S" in text
-        place = "" if really else shlex.quote(str(tools))
+        place = "" if "ulimit -S" in text else shlex.quote(str(tools))
         lines.append(f"PATH={place or '$NORMAL'}:$NORMAL; export PYTHONPATH={place}")
         for long, short in (SMALLER | QUICKER).items() if name not in EXACT else ():
             commands = commands.replace(long, short)
+        really = r"\1PYTHONPATH= PATH=$NORMAL \2"
+        commands = re.sub("^( *)((?:accelerate|torchrun) .*&)$", really, commands, flags=re.M)
         commands = commands.replace("make sweep", "make --dry-run sweep")
         commands = re.sub(r"sweep\.sh (?!--dry_run|--local)", "sweep.sh --dry_run ", commands)
         lines += [line for line in commands.splitlines() if not re.match(LEFT_OUT, line)]
@@ -238,17 +243,6 @@ def lines_that_start_with(words):
     return sorted(set(re.findall(f"^{words}[^#\n]*", "".join(plain_blocks(*PAGES)), re.M)))
 
 
-def small(command, folder):
-    """Flags that come last: small data, a few steps."""
-    data = (
-        "--dataset digits"
-        if "train_mnist_rnn.py" in command
-        else "--model_name_or_path tests/data/tiny_bert --from_scratch --version_2_with_negative"
-        " --train_file tests/data/squad_v2.json --validation_file tests/data/squad_v2.json"
-    )
-    return [*data.split(), "--max_train_steps", "3", "--output_dir", str(folder)]
-
-
 @pytest.mark.slow
 def test_sbatch_commands_work(cluster, tmp_path, monkeypatch):
     """Word for word and all at once. In place of the scripts, ranks note what they get, and the
@@ -279,7 +273,9 @@ def test_launch_commands_work(tmp_path):
     for number, command in enumerate(commands):
         strategy, script, flags = re.search(r"(\w+)\.yaml (\S+) ?(.*)", command).groups()
         folder = tmp_path / str(number)
-        result = launch(strategy, script, folder, *flags.split(), *small(command, folder))
+        small = TINY if script == "train_bert_squad.py" else ["--dataset", "digits"]
+        words = [*flags.split(), *small, "--max_train_steps", 3, "--output_dir", folder]
+        result = launch(strategy, script, folder, *words)
         assert (result.record["status"], result.record["strategy"]) == ("completed", strategy)
     assert len(commands) > 3
 
@@ -292,8 +288,7 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     [pasted] = [block for block in plain_blocks("README.md") if "baseline and ddp:" in block]
     check_pasted(pasted, trained.out)
     fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
-    rows = [[cell.strip() for cell in line.split("|")] for line in fits.splitlines()]
-    batches = {row[1]: row[-3] for row in rows if row[-4:-3] == ["yes"] or row[1:2] == ["ddp"]}
+    batches = {row[0]: row[-2] for row in rows_of(fits) if row[-3] == "yes" or row[0] == "ddp"}
     answer = "`zero2.yaml`, just, and `fsdp.yaml`. Column *batch* counts the texts that fit: "
     answer += "DDP {ddp}, ZeRO-2 {zero2},\nFSDP {fsdp}."
     assert answer.format(**batches) in PAGES["README.md"]

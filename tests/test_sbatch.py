@@ -15,7 +15,7 @@ import laptop
 import pytest
 import torch
 import yaml
-from conftest import QUICK_CHECK, ROOT, RUNGS, launch
+from conftest import QUICK_CHECK, ROOT, RUNGS, launch, run
 from test_bert import TINY
 
 pytestmark = pytest.mark.slow
@@ -67,9 +67,8 @@ def project(tmp_path_factory):
     configs = folder / "accelerate_configs"
     sizes = "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
     (configs / "hybrid.yaml").write_text((configs / "fsdp.yaml").read_text() + sizes)
-    (configs / "ids.yaml").write_text((configs / "ddp.yaml").read_text() + "gpu_ids: 0,1\n")
-    flow = json.dumps(yaml.safe_load((configs / "ids.yaml").read_text()))  # as YAML may be, too
-    (configs / "flow.yaml").write_text(flow)
+    settings = yaml.safe_load((configs / "ddp.yaml").read_text()) | {"gpu_ids": "0,1"}
+    (configs / "flow.yaml").write_text(json.dumps(settings))  # as YAML may be, too
     (folder / "saves.py").write_text(SAVES)
     check = QUICK_CHECK.replace("range(7, 26, 2)", "range(7, 26, 6)")  # of fewer sizes
     (folder / "check.py").write_text(check)
@@ -226,7 +225,6 @@ REFUSED = {  # what sbatch gets, and what the job says
     "--gpus-per-node=4 sbatch/1node.sh probe.py": "ask with --gres=gpu:N, which",
     "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
     "--gres=none --gpus=3 sbatch/2node.sh probe.py": "ask for the same on each, with --gres=gpu:N",
-    "sbatch/1node.sh accelerate_configs/ids.yaml probe.py": "ids.yaml has gpu_ids",
     "sbatch/1node.sh accelerate_configs/flow.yaml probe.py": "flow.yaml has gpu_ids",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --gpu_ids 0,1 probe.py": "--gpu_ids comes from",
     "sbatch/2node.sh probe.py --output_dir /dev/shm/x": "n2 does not see what the first",
@@ -352,14 +350,12 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
 
 
 def sweep(*words, env=None, cwd=ROOT):
-    how = {"cwd": cwd, "text": True, "capture_output": True}
-    words = ["sbatch/sweep.sh", *map(str, words)]
-    return subprocess.run(words, env=os.environ | (env or {}), **how)
+    return run(["env", "-C", str(cwd), "sbatch/sweep.sh", *map(str, words)], env=env)
 
 
 def test_sweep_says_what_it_may_cost(tmp_path):
     """Without Slurm: `sbatch` is a function that leaves a line for each job."""
-    out = sweep("--dry_run", "--minutes", 30).stdout
+    out = sweep("--dry_run", "--minutes", 30).out
     # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour
     much = "39 jobs, at most {} GPU-hours".format
     assert f"38 runs of train_bert_squad.py \n{much(43.0)}, if every job took all its time" in out
@@ -367,12 +363,12 @@ def test_sweep_says_what_it_may_cost(tmp_path):
     jobs = tmp_path / "jobs"
     told = f"() {{ echo \"${{DROP_WHEN_COMPLETED:-}} $@\" >>'{jobs}'; echo 7; }}"
     env = {"BASH_FUNC_sbatch%%": told}
-    assert f"error: {much(86.0)}: add --yes, or lower --repeats" in sweep(env=env).stderr
+    assert f"error: {much(86.0)}: add --yes, or lower --repeats" in sweep(env=env).err
     assert not jobs.exists()
     done = sweep("--output_dir", tmp_path / "yes", "--yes", env=env)
-    assert much(86.0) in done.stdout and "the last job writes " in done.stdout, done.stderr
+    assert much(86.0) in done.out and "the last job writes " in done.out, done.err
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
-    assert "37 jobs, at most" in cpus.stdout  # without GPUs there is no DP
+    assert "37 jobs, at most" in cpus.out  # without GPUs there is no DP
     assert jobs.read_text().count("\n") == 39 + 37
     assert jobs.read_text().count("--dependency=afterany:7 ") == 38 + 36, "not in turns"
     keeps = {line.startswith("checkpoints best --") for line in open(jobs) if "-r1 " in line}
@@ -392,7 +388,7 @@ def test_sweep_refuses_with_one_line():
         "--global_batch_size 9 --shapes 1x2": "--global_batch_size 9 does not divide",
     }.items():
         done = sweep("--dry_run", *words.split())
-        assert done.returncode == 1 and re.fullmatch(f"error: {line}.*\n", done.stderr), done.stderr
+        assert done.code == 1 and re.fullmatch(f"error: {line}.*\n", done.err), done.err
 
 
 def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
@@ -411,11 +407,11 @@ def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
         shapes = ["--shapes", "1x2"] * (gpus > 1)
         runs[gpus] = sweep(*words, tmp_path / seen / "x", *shapes, env=env | more)
     assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n0\n"
-    assert [runs[gpus].returncode for gpus in (1, 2, 3)] == [0, 0, 1]
-    assert runs[3].stdout.count(" failed: ") == 2 and runs[3].stdout.endswith("\n3\n"), "no report"
+    assert [runs[gpus].code for gpus in (1, 2, 3)] == [0, 0, 1]
+    assert runs[3].out.count(" failed: ") == 2 and runs[3].out.endswith("\n3\n"), "no report"
 
     none = sweep("--local", "probe.py", cwd=project, env={"PATH": BARE})
-    assert none.returncode == 1 and re.fullmatch("error: no accelerate on .*\n", none.stderr)
+    assert none.code == 1 and re.fullmatch("error: no accelerate on .*\n", none.err)
 
 
 def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):

@@ -3,7 +3,7 @@
 from collections import namedtuple
 
 import pytest
-from conftest import ROOT, run_forked
+from conftest import run_forked
 
 pytestmark = pytest.mark.slow
 FOLDER = "docs/reference/troubleshooting"
@@ -33,7 +33,7 @@ def printed(name, *flags):
     """What all ranks print, with the error that ends them."""
     yaml = SHOWN[name].yaml
     config = f"{FOLDER if yaml == 'zero3' else 'accelerate_configs'}/{yaml}.yaml"
-    result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags], ROOT, {}, 240)
+    result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags])
     return " ".join((result.out + result.err).split())
 
 

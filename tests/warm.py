@@ -24,8 +24,6 @@ import torch.distributed.run  # noqa: F401  replaced below
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import TCPStore
 
-# Read when a library is imported: a run that needs other values needs processes of its own.
-READ_AT_IMPORT = ("HF_", "OMP_", "DS_", "PYTHON", "PATH")
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 # Several ranks have the machine for themselves: they wait for each other in each step, so beside
 # others' ranks a run may take ten times as long. All workers of a pytest have this file.
