@@ -72,11 +72,13 @@ MEASURED = re.compile("|".join(MEASURED))
 FORKS = """#!/bin/bash
 case "${{0##*/}} $1" in
     "accelerate "*) shift ;;
-    "python dry_run.py" | "python docs/lab/single.py")
+    "python dry_run.py" | "python docs/lab/single.py" | "python docs/lab/check_ex"*)
         set -- --config_file accelerate_configs/baseline.yaml "$@" ;;
     "python "*) exec "{1}" "$@" ;;
 esac
-printf '%s\\n' "$PWD" "$@" >"{0}/asked" && read -r code <"{0}/answered" && cat "{0}/log" || exit 1
+own=$(mktemp -d "{0}/XXXXXX") && mkfifo "$own/code" || exit 1
+printf '%s\\n' "$own" "$PWD" "$@" >"{0}/asked"
+read -r code <"$own/code" && cat "$own/log" || exit 1
 exit "$code"
 """
 
@@ -126,11 +128,10 @@ def check_pasted(pasted, printed, exact=False, smaller=False):
 def tools(tmp_path_factory):
     """A folder for PATH and PYTHONPATH. Its launchers, also those that Python starts with -m, ask
     this process for ranks, which are forked (see warm.py), and so does `python` for what imports
-    torch and starts no ranks.
+    torch. A checker asks for ranks while others wait for the checker.
     """
     folder = tmp_path_factory.mktemp("tools")
-    for name in ("asked", "answered"):
-        os.mkfifo(folder / name)
+    os.mkfifo(folder / "asked")
     (folder / "sitecustomize.py").write_text(f"""import os, sys
 if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[1:3]}}:
     os.execv("{folder}/torchrun", ["torchrun", *sys.orig_argv[3:]])
@@ -139,23 +140,27 @@ if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[
         (folder / name).write_text(FORKS.format(folder, sys.executable))
         (folder / name).chmod(0o755)
 
-    def answer():
-        while True:
-            place, *words = (folder / "asked").read_text().splitlines()
-            script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-            log = folder / "log"
-            log.write_text("")
-            launcher = [*words[:script], "--main_process_port", "0"]
-            if "--nproc_per_node" in launcher:  # torchrun's
-                number = launcher[launcher.index("--nproc_per_node") + 1]
-                yaml = str(ROOT / "accelerate_configs" / "ddp.yaml")
-                launcher = ["--config_file", yaml, "--num_processes", number, *launcher[-2:]]
-            config = launcher.index("--config_file") + 1
-            launcher[config] = os.path.join(place, launcher[config])
-            code = warm.run_ranks(launcher, words[script:], environment({}), place, log, log, 200)
-            (folder / "answered").write_text(f"{code}\n")
+    def answer(own, place, *words):
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        log = Path(own, "log")
+        log.touch()
+        launcher = [*words[:script], "--main_process_port", "0"]
+        if "--nproc_per_node" in launcher:  # torchrun's
+            number = launcher[launcher.index("--nproc_per_node") + 1]
+            yaml = str(ROOT / "accelerate_configs" / "ddp.yaml")
+            launcher = ["--config_file", yaml, "--num_processes", number, *launcher[-2:]]
+        config = launcher.index("--config_file") + 1
+        launcher[config] = os.path.join(place, launcher[config])
+        env = environment({"PYTHONPATH": str(folder)})
+        code = warm.run_ranks(launcher, words[script:], env, place, log, log, 200)
+        Path(own, "code").write_text(f"{code}\n")
 
-    threading.Thread(target=answer, daemon=True).start()
+    def listen():
+        while True:
+            request = (folder / "asked").read_text().splitlines()
+            threading.Thread(target=answer, args=request, daemon=True).start()
+
+    threading.Thread(target=listen, daemon=True).start()
     return folder
 
 
