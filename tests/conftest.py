@@ -17,6 +17,7 @@ import laptop
 import pytest
 import warm
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.strategies import STRATEGIES as YAMLS
 
@@ -62,6 +63,12 @@ class Result:
     @property
     def best(self):
         return load_file(self.folder / "best" / "model.safetensors")
+
+    def logged(self, name):
+        """{step: value} of what the run has in TensorBoard under this name."""
+        [folder] = self.folder.glob("tensorboard/*")
+        events = EventAccumulator(str(folder)).Reload().Scalars(name)
+        return {event.step: event.value for event in events}
 
     def error_line(self):
         """The one line in which the script says what is wrong; all else is the launcher's."""
@@ -124,6 +131,12 @@ def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=No
     if ok and result.code:
         raise RunFailed(f"{' '.join([*words, *argv])}\n{result.out}\n{result.err}")
     return result
+
+
+def spied(strategy, script, folder, *flags, ok=True, processes=None, **env):
+    """A launch with these orders for tests/spy.py, which notes in `folder` the samples of steps."""
+    env["SPY_DIR"] = str(folder)
+    return launch(strategy, script, folder, *flags, ok=ok, processes=processes, env=env)
 
 
 def anchor(heading):

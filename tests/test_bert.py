@@ -9,8 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, STRATEGIES, launch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import ROOT, RUNGS, STRATEGIES, launch, spied
 from test_bert_data import options
 from test_mnist import RECORD
 from test_mnist_resume import assert_near, assert_same_end, ids_seen, slow, step_of
@@ -42,16 +41,9 @@ def predictions(result):
     return json.loads((result.folder / "predictions.json").read_text())
 
 
-def spied(strategy, folder, *flags, ok=True, **env):
-    """A spied run into `folder`, its notes in `folder` too."""
-    folder.mkdir(exist_ok=True)
-    env["SPY_DIR"] = str(folder)
-    return launch(strategy, SCRIPT, folder, *flags, env=env, ok=ok)
-
-
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    return spied("baseline", tmp_path_factory.mktemp("baseline"), *flags(16))
+    return spied("baseline", SCRIPT, tmp_path_factory.mktemp("baseline"), *flags(16))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def runs(tmp_path_factory):
     def start(strategy):
         more = ["--per_device_eval_batch_size", 7] + ["--with_tracking"] * (strategy == "ddp")
         folder = tmp_path_factory.mktemp(strategy)
-        return spied(strategy, folder, *flags(4, 2), *more)
+        return spied(strategy, SCRIPT, folder, *flags(4, 2), *more)
 
     return cache(start)
 
@@ -147,11 +139,9 @@ def test_the_record_is_complete(runs):
     assert (workload["questions"], workload["model"]) == (132, "tiny_bert, from scratch")
     assert (workload["max_train_steps"], workload["num_epochs"]) == (STEPS, 4)
     assert len(record["steps_per_second"]) == 4, "10, 13 (the epoch's end), 20, 24"
-    logs = EventAccumulator(str(result.folder / "tensorboard" / "train_bert_squad")).Reload()
-    assert [event.step for event in logs.Scalars("loss")] == [10, 13, 20, 24]
-    assert [event.step for event in logs.Scalars("f1")] == [13, 24]
-    rates = [event.value for event in logs.Scalars("learning_rate")]
-    assert rates == pytest.approx([1e-3 * (1 - step / STEPS) for step in (9, 12, 19, 23)])
+    assert [*result.logged("loss")] == [10, 13, 20, 24] and [*result.logged("f1")] == [13, 24]
+    rates = {step: 1e-3 * (1 - (step - 1) / STEPS) for step in (10, 13, 20, 24)}
+    assert result.logged("learning_rate") == pytest.approx(rates)
 
 
 @pytest.mark.slow
@@ -160,8 +150,7 @@ def test_the_learning_rate_rises_in_the_warm_up(tmp_path):
     result = launch("baseline", SCRIPT, tmp_path, *words, "--logging_steps", 4)
     workload = result.record["workload"]
     assert (workload["num_warmup_steps"], workload["weight_decay"]) == (10, 0.1)
-    logs = EventAccumulator(str(tmp_path / "tensorboard" / "train_bert_squad")).Reload()
-    rates = {event.step: event.value for event in logs.Scalars("learning_rate")}
+    rates = result.logged("learning_rate")
     # Step n has the rate after n - 1 steps.
     assert rates[4] == pytest.approx(1e-3 * 3 / 10) and rates[24] == pytest.approx(1e-3 / 14)
 
@@ -202,18 +191,14 @@ def test_clipping_is_the_same_under_every_strategy(tmp_path):
     """The first three accumulate and checkpoint activations besides."""
     clipped = "--max_grad_norm 1.0 --max_train_steps 8 --with_tracking --logging_steps 2".split()
     baseline = launch("baseline", SCRIPT, tmp_path / "baseline", *flags(16), *clipped)
-
-    def norms(run):
-        logs = EventAccumulator(str(run.folder / "tensorboard" / "train_bert_squad")).Reload()
-        return [event.value for event in logs.Scalars("gradient_norm")]
-
-    assert len(norms(baseline)) == 4 and max(norms(baseline)) > 1, "as it is before it is clipped"
+    norms = baseline.logged("gradient_norm")
+    assert len(norms) == 4 and max(norms.values()) > 1, "as it is before it is clipped"
     for name in ("zero1", "fsdp_keep", "zero3_offload", "hsdp"):
         more = flags(4) if name == "hsdp" else [*flags(4, 2), "--activation_checkpointing"]
         result = launch(name, SCRIPT, tmp_path / name, *more, *clipped)
         assert_near(result, baseline, rel=1e-5, atol=1e-4, leave_out=NO_GRADIENT)
         assert predictions(result) == predictions(baseline), name
-        assert norms(result) == pytest.approx(norms(baseline), rel=1e-4), name
+        assert result.logged("gradient_norm") == pytest.approx(norms, rel=1e-4), name
 
 
 # -------- nothing lost
@@ -222,8 +207,8 @@ def test_clipping_is_the_same_under_every_strategy(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """strategy -> the Result of a run with dropout that nothing happened to."""
-    words = flags(dropout=0.1)
-    return cache(lambda strategy: spied(strategy, tmp_path_factory.mktemp(strategy), *words))
+    words, make = flags(dropout=0.1), tmp_path_factory.mktemp
+    return cache(lambda strategy: spied(strategy, SCRIPT, make(strategy), *words))
 
 
 @pytest.mark.canary
@@ -234,11 +219,11 @@ def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
     """
     reference = undisturbed("fsdp")
     saving = [*flags(dropout=0.1), "--checkpointing_steps", 5]
-    killed = spied("fsdp", tmp_path, *saving, ok=False, SPY_SIGNAL="SIGKILL 1 18")
+    killed = spied("fsdp", SCRIPT, tmp_path, *saving, ok=False, SPY_SIGNAL="SIGKILL 1 18")
     assert killed.code != 0 and killed.record["status"] == "running"
     for rank in (0, 1):
         (tmp_path / f"ids_{rank}.jsonl").unlink()
-    resumed = spied("fsdp", tmp_path, *saving, "--resume")
+    resumed = spied("fsdp", SCRIPT, tmp_path, *saving, "--resume")
     assert step_of(resumed.record["resumed_from"]) == 15  # in the second epoch
     for rank in (0, 1):
         whole = ids_seen(reference.folder, rank)
@@ -256,7 +241,7 @@ def test_activation_checkpointing_changes_no_number(strategy, undisturbed, tmp_p
     time. No bit may differ.
     """
     words = [*flags(dropout=0.1), "--activation_checkpointing"]
-    again = spied(strategy, tmp_path, *words, SPY_LAYERS=str(tmp_path))
+    again = spied(strategy, SCRIPT, tmp_path, *words, SPY_LAYERS=str(tmp_path))
     passes = json.loads((tmp_path / "layers_1.json").read_text())
     assert passes == STEPS * 2 * 2, "of two layers"
     assert again.record["activation_checkpointing"] is True
@@ -266,11 +251,11 @@ def test_activation_checkpointing_changes_no_number(strategy, undisturbed, tmp_p
 @pytest.mark.slow
 def test_sigterm_in_the_evaluation_stops_it_and_costs_no_step(undisturbed, tmp_path):
     small = [*flags(dropout=0.1), "--per_device_eval_batch_size", 4]  # 28 batches
-    stopped = spied("zero3", tmp_path, *small, SPY_EVAL="SIGTERM 1 5")
+    stopped = spied("zero3", SCRIPT, tmp_path, *small, SPY_EVAL="SIGTERM 1 5")
     assert stopped.record["status"] == "preempted" and stopped.record["steps"] == 13
     assert "preempted at step 13" in stopped.out and stopped.record["metrics"] is None
     assert not (tmp_path / "predictions.json").exists()
-    resumed = spied("zero3", tmp_path, *flags(dropout=0.1), "--resume")
+    resumed = spied("zero3", SCRIPT, tmp_path, *flags(dropout=0.1), "--resume")
     assert step_of(resumed.record["resumed_from"]) == 13
     assert_same_end(resumed, undisturbed("zero3"))
 

@@ -7,8 +7,6 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import yaml
@@ -46,7 +44,6 @@ def test_yaml_holds_the_strategy_only(path):
     """A report tells its records from those of other YAMLs, and its name begins with theirs."""
     text = path.read_text()
     written = yaml.safe_load(text)
-    assert set(written) <= {field.name for field in fields(ClusterConfig)}, "keys that are not read"
     flags = {action.dest for action in launch_command_parser()._actions}
     for section, prefix in SECTIONS.items():
         for key in written.get(section, {}):
@@ -55,7 +52,7 @@ def test_yaml_holds_the_strategy_only(path):
             assert name not in FORBIDDEN
     assert not {*written} & {*FORBIDDEN}
     assert not written.get("fsdp_config", {}).get(RECOMPUTES)
-    config = ClusterConfig.from_yaml_file(str(path))
+    config = ClusterConfig.from_yaml_file(str(path))  # which refuses keys that it does not read
     zero = config.distributed_type == "DEEPSPEED"
     assert config.mixed_precision == (None if zero else "no")
     known = STRATEGIES[path.stem]
@@ -72,8 +69,7 @@ def test_deepspeeds_json_holds_the_strategy_only(path):
     config = json.loads(path.read_text())
     assert set(config) <= JSON_KEYS and JSON_VALUES.items() <= config.items()
     zero = config["zero_optimization"]
-    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    assert set(zero) <= known, "DeepSpeed has no such key"
+    DeepSpeedZeroConfig(**zero)  # which refuses keys that it does not know
     named = yaml.safe_load(path.with_suffix(".yaml").read_text())["deepspeed_config"]
     assert named["deepspeed_config_file"] == f"accelerate_configs/{path.name}"
     base = json.loads((CONFIGS / f"zero{max(2, zero['stage'])}.json").read_text())
@@ -92,26 +88,17 @@ BERT = ["train_bert_squad.py", *TINY, "--per_device_train_batch_size", "2", "--o
 DIGITS = "train_mnist_rnn.py --dataset digits --max_train_steps 2 --output_dir".split()
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """The project with a new YAML and its JSON."""
+@pytest.mark.slow
+def test_a_new_yaml_needs_no_other_edit(tmp_path):
+    """In a copy of the project fit.py, dry_run.py, sweep.sh, the report and the tests know it. It
+    stands between ZeRO-1 and ZeRO-2.
+    """
     copy = tmp_path / "project"
-    for name in "accelerate_configs common docs planning reporting sbatch tests".split():
-        shutil.copytree(ROOT / name, copy / name)
-    for file in filter(Path.is_file, ROOT.glob("*.*")):
-        shutil.copy(file, copy)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs"))
     for kind in ("yaml", "json"):
         text = (CONFIGS / f"zero2_offload.{kind}").read_text().replace("zero2_offload", NEW)
         text = text.replace('"stage": 2', '"stage": 1')
         (copy / "accelerate_configs" / f"{NEW}.{kind}").write_text(text)
-    return copy
-
-
-@pytest.mark.slow
-def test_a_new_yaml_needs_no_other_edit(copy):
-    """fit.py, dry_run.py, sweep.sh, the report and the tests know it. It stands between ZeRO-1 and
-    ZeRO-2.
-    """
 
     def run_there(*words):
         done = run(["env", "-C", str(copy), *words])

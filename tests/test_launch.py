@@ -56,7 +56,7 @@ def test_yaml_and_script_copied_to_another_folder(yaml, script, copy):
     assert record["strategy"] == yaml and record["status"] == "completed"
     assert record["processes"] == record["devices"] == len(record["ranks"]) == count
     assert f"{record['strategy']} on {count} x CPU (" in result.out
-    assert all(rank["real"] > 1 and rank["user"] > 1 for rank in record["ranks"])
+    assert all(rank["real"] > 0.1 and rank["user"] > 0.1 for rank in record["ranks"])
     tests.assert_same_numbers(result, expected)
     if count == 1:  # as on a CPU, dp is the baseline
         assert result.losses == expected.losses

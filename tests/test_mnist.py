@@ -22,9 +22,8 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import STRATEGIES, launch, run, run_forked, silent_server
+from conftest import STRATEGIES, launch, run, run_forked, silent_server, spied
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mnist_resume import assert_near, ids_seen
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
@@ -46,8 +45,7 @@ def flags(micro_batch, accumulation=1):
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("baseline")
-    return launch("baseline", SCRIPT, folder, *flags(GLOBAL_BATCH), env={"SPY_DIR": str(folder)})
+    return spied("baseline", SCRIPT, tmp_path_factory.mktemp("baseline"), *flags(GLOBAL_BATCH))
 
 
 def assert_same_numbers(result, baseline):
@@ -62,8 +60,7 @@ def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
     """With accumulation, from the same samples in every step. 360 test images in batches of 7 from
     2 processes: the last round is uneven, and each image still counts once.
     """
-    words = [*flags(16, 2), "--per_device_eval_batch_size", 7]
-    result = launch(strategy, SCRIPT, tmp_path, *words, env={"SPY_DIR": str(tmp_path)})
+    result = spied(strategy, SCRIPT, tmp_path, *flags(16, 2), "--per_device_eval_batch_size", 7)
     assert_same_numbers(result, baseline)
     mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
     for step, ids in enumerate(ids_seen(baseline.folder, 0)):
@@ -112,9 +109,9 @@ def test_memory_is_that_of_training_alone(baseline, tmp_path):
     """
     [usual], start = baseline.record["ranks"], time.time()
     result = launch("baseline", SCRIPT, tmp_path, *flags(64), env={"SPY_MEMORY": "400"})
-    seconds, [rank] = time.time() - start, result.record["ranks"]
+    longest, [rank] = time.time() - start, result.record["ranks"]
     peak = rank["peak_memory_mb"]
-    assert seconds / 4 < rank["real"] < seconds
+    assert result.record["seconds"]["train"] < rank["real"] < longest
     assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
     block = torch.ones(100_000_000)
     held = psutil.Process().memory_info().rss / 1e6
@@ -157,13 +154,12 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     rows = (test_x.float() - train_x.float().mean()) / train_x.float().std(correction=0)
     assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
-    logs = EventAccumulator(str(tmp_path / "tensorboard" / "train_mnist_rnn")).Reload()
-    losses = {event.step: event.value for event in logs.Scalars("loss")}
-    assert losses == {step: pytest.approx(result.losses[step - 1]) for step in (8, 16, 22, 24, 30)}
-    assert [event.step for event in logs.Scalars("accuracy")] == [22, 30]
-    rates = [event.value for event in logs.Scalars("learning_rate")]
-    assert 0.004 < max(rates) <= 0.005 and rates[-1] < 1e-7, "one cycle, whose top is 0.005"
-    norms = [event.value for event in logs.Scalars("gradient_norm")]
+    losses = {step: result.losses[step - 1] for step in (8, 16, 22, 24, 30)}
+    assert result.logged("loss") == pytest.approx(losses)
+    assert [*result.logged("accuracy")] == [22, 30]
+    rates = result.logged("learning_rate")
+    assert 0.004 < max(rates.values()) <= 0.005 and rates[30] < 1e-7, "a cycle, whose top is 0.005"
+    norms = result.logged("gradient_norm").values()
     assert len(norms) == 5 and all(0.01 < norm < 10 for norm in norms)
 
 
@@ -198,8 +194,6 @@ NO_MNIST = "no MNIST in FOLDER/data/MNIST/raw: .*Error downloading train-images.
         ("baseline", "--dropout 2", "--dropout must be 0 or greater, and at most 1, got 2"),
         ("baseline", "--weight_decay -1", "--weight_decay must be 0 or greater, .*got -1"),
         ("baseline", f"--max_train_steps {10**20}", "at most 2147483647, got 1000"),
-        ("baseline", f"--hidden_size {10**30}", "at most 2147483647, got 1000"),
-        ("baseline", f"--seed {2**32}", "--seed must be 0 or greater, and at most 2147483647"),
         ("ddp", f"--seed {2**32 - 1}", "--seed must be 0 or greater, and at most 2147483647"),
         ("baseline", "--with_tracking --report_to wandb", "--report_to wandb: no such tracker"),
         ("baseline", "--report_to x", "invalid choice: 'x'"),
@@ -228,7 +222,6 @@ def test_one_line_for_bad_input(strategy, flags, pattern, tmp_path):
         ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "add --num_processes 1"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 0, "--max_restarts must be 0: launch again with"),
         ({"LOCAL_RANK": "0"}, 0, "fsdp_version must be 2"),  # torchrun, and accelerate's default
-        ({"LOCAL_RANK": "0", "FSDP_VERSION": "1"}, 0, "fsdp_version must be 2"),
         ({}, 2, "cannot use the GPU here: is the driver too old"),
         ({"ACCELERATE_USE_CPU": "true"}, 1, "set CUDA_VISIBLE_DEVICES= instead"),
     ],
@@ -276,7 +269,6 @@ def test_mnist_is_downloaded_checked_and_read(tiny_mnist, tmp_path, capsys, monk
 
     # Files of different data sets.
     for name, shape, number in (
-        ("train-labels-idx1-ubyte", [20], 26),
         ("train-labels-idx1-ubyte", [21], 1),  # one more than images
         ("t10k-labels-idx1-ubyte", [11], 1),
         ("t10k-labels-idx1-ubyte", [10], 10),

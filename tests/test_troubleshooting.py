@@ -1,50 +1,45 @@
 """docs/reference/troubleshooting.md: each script shows its symptom, and with --fix the cure."""
 
-from collections import namedtuple
-
 import pytest
 from conftest import run_forked
 
 pytestmark = pytest.mark.slow
 FOLDER = "docs/reference/troubleshooting"
-Shown = namedtuple("Shown", "yaml wrong fixed")
 SHOWN = {  # a script: its YAML, what it prints, and what it prints with --fix
-    "alone.py": Shown("ddp", "process 0 of 1; the launcher started 2", "process 1 of 2; the"),
-    "fsdp_lstm.py": Shown("fsdp", "the loss does not change", "the loss falls"),
-    "fsdp_new_head.py": Shown(
+    "alone.py": ("ddp", "process 0 of 1; the launcher started 2", "process 1 of 2; the"),
+    "fsdp_lstm.py": ("fsdp", "the loss does not change", "the loss falls"),
+    "fsdp_new_head.py": (
         "fsdp",
         "rank 1: its part of the head stayed as it was",
         "rank 1: its part of the head was trained",
     ),
-    "half_checkpoint.py": Shown("ddp", "PytorchStreamReader failed", "from step_1 resumed"),
-    "hang_rank_0.py": Shown("ddp", "Timed out waiting 5000ms", "mean loss 1.5"),
-    "hang_uneven.py": Shown("ddp", "Timed out waiting 5000ms", "the epoch is over"),
-    "lr_times_n.py": Shown("ddp", "[1.0, 0.5, 0.0, 0.0]", "[1.0, 0.75, 0.5, 0.25]"),
-    "uneven_evaluation.py": Shown(
-        "ddp", "12 samples of 10, twice: [0, 1]", "10 samples of 10, twice: []"
+    "half_checkpoint.py": ("ddp", "PytorchStreamReader failed", "from step_1 resumed"),
+    "hang_rank_0.py": ("ddp", "Timed out waiting 5000ms", "mean loss 1.5"),
+    "hang_uneven.py": ("ddp", "Timed out waiting 5000ms", "the epoch is over"),
+    "lr_times_n.py": ("ddp", "[1.0, 0.5, 0.0, 0.0]", "[1.0, 0.75, 0.5, 0.25]"),
+    "uneven_evaluation.py": (
+        "ddp",
+        "12 samples of 10, twice: [0, 1]",
+        "10 samples of 10, twice: []",
     ),
-    "zero3_save.py": Shown("zero3", "weight: [0]", "weight: [100, 400]"),
-    "zero_accumulation.py": Shown("zero3", "8 optimizer steps", "2 optimizer steps"),
-    "zero_clips.py": Shown("zero3", "moved the weights by 1.0", "moved the weights by 10.0"),
+    "zero3_save.py": ("zero3", "weight: [0]", "weight: [100, 400]"),
+    "zero_accumulation.py": ("zero3", "8 optimizer steps", "2 optimizer steps"),
+    "zero_clips.py": ("zero3", "moved the weights by 1.0", "moved the weights by 10.0"),
 }
 
 
-def printed(name, *flags):
+def printed(name, yaml, *flags):
     """What all ranks print, with the error that ends them."""
-    yaml = SHOWN[name].yaml
     config = f"{FOLDER if yaml == 'zero3' else 'accelerate_configs'}/{yaml}.yaml"
     result = run_forked(["--config_file", config], [f"{FOLDER}/{name}", *flags])
     return " ".join((result.out + result.err).split())
 
 
-def assert_symptom_and_fix(shown, before, after):
-    assert shown.wrong in before and shown.wrong not in after
-    assert shown.fixed in after and shown.fixed not in before
-
-
 @pytest.mark.parametrize("name", SHOWN)
 def test_symptom_and_fix(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before, after = printed(name), printed(name, "--fix")
-    assert_symptom_and_fix(SHOWN[name], before, after)
-    assert name != "alone.py" or before.count(SHOWN[name].wrong) == 2, "each process prints it"
+    yaml, wrong, fixed = SHOWN[name]
+    before, after = printed(name, yaml), printed(name, yaml, "--fix")
+    assert wrong in before and wrong not in after
+    assert fixed in after and fixed not in before
+    assert name != "alone.py" or before.count(wrong) == 2, "each process prints it"

@@ -3,7 +3,7 @@ honoured and recorded, and what cannot work is one line.
 """
 
 import json
-from itertools import count
+from functools import cache
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
@@ -25,7 +25,6 @@ FSDP_2 = FSDP | {
 NORM = 0.05  # Most gradients of the LSTM are longer.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 JSON = {"zero_optimization": {"stage": 1}} | dict.fromkeys(AUTO, "auto")
-NUMBERS = count()
 
 
 def zero(stage, **more):
@@ -34,36 +33,27 @@ def zero(stage, **more):
     return {"deepspeed_config": config | more}
 
 
-@pytest.fixture
-def written(tmp_path):
-    """Writes a YAML of these settings, as accelerate does, and returns its path."""
-
-    def write(kind, **settings):
-        if "zero_optimization" in settings:  # They are DeepSpeed's own, in a JSON.
-            (tmp_path / "own.json").write_text(json.dumps(settings))
-            own = {"zero3_init_flag": False, "deepspeed_config_file": str(tmp_path / "own.json")}
-            settings = {"deepspeed_config": own, "mixed_precision": None}
-        config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "debug": False}
-        config |= {"mixed_precision": "no", "use_cpu": False, "num_processes": 2} | settings
-        path = tmp_path / f"{next(NUMBERS)}.yaml"
-        ClusterConfig(**config).to_yaml_file(path)
-        return path
-
-    return write
+def written(folder, kind, **settings):
+    """The path of a YAML of these settings, as accelerate writes it."""
+    if "zero_optimization" in settings:  # They are DeepSpeed's own, in a JSON.
+        (folder / "own.json").write_text(json.dumps(settings))
+        own = {"zero3_init_flag": False, "deepspeed_config_file": str(folder / "own.json")}
+        settings = {"deepspeed_config": own, "mixed_precision": None}
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "debug": False}
+    config |= {"mixed_precision": "no", "use_cpu": False, "num_processes": 2} | settings
+    ClusterConfig(**config).to_yaml_file(folder / "own.yaml")
+    return folder / "own.yaml"
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    """The losses of the baseline, with gradients clipped to this norm."""
-    found = {}
+    """A function: the losses of the baseline, with gradients clipped to this norm."""
 
-    def losses(norm=None):
-        if norm not in found:
-            flags = [*FLAGS, *(["--max_grad_norm", norm] if norm else [])]
-            batch = ["--per_device_train_batch_size", 128]
-            folder = tmp_path_factory.mktemp("baseline")
-            found[norm] = launch("baseline", SCRIPT, folder, *flags, *batch).losses
-        return found[norm]
+    @cache
+    def losses(norm):
+        words = [*FLAGS, "--per_device_train_batch_size", 128]
+        words += ["--max_grad_norm", norm] if norm else []
+        return launch("baseline", SCRIPT, tmp_path_factory.mktemp("baseline"), *words).losses
 
     return losses
 
@@ -82,16 +72,17 @@ def baseline(tmp_path_factory):
     ],
 )
 def test_what_a_yaml_changes_is_honoured_and_recorded(
-    strategy, clipped, kind, settings, written, baseline, tmp_path
+    strategy, clipped, kind, settings, baseline, tmp_path
 ):
     # Another number of steps in a JSON does not count, but the flag of the script.
-    settings |= {"gradient_accumulation_steps": 4} if "zero_optimization" in settings else {}
-    run = launch(written(kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
+    if "zero_optimization" in settings:
+        settings = settings | {"gradient_accumulation_steps": 4}
+    run = launch(written(tmp_path, kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
     record = run.record
     assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
     assert run.losses == pytest.approx(baseline(clipped), rel=2e-5)
     if clipped:
-        assert run.losses != pytest.approx(baseline(), rel=1e-4), "clipping changes the losses"
+        assert run.losses != pytest.approx(baseline(None), rel=1e-4), "clipping changes the losses"
 
 
 DP = {"dynamo_config": {"dynamo_mode": "data_parallel"}, "num_processes": 1}
@@ -132,10 +123,9 @@ FP16 = ["--mixed_precision", "fp16"]
     ],
 )
 def test_what_would_be_another_run_is_refused_and_leaves_nothing(
-    kind, settings, launcher, flags, sentence, written, tmp_path
+    kind, settings, launcher, flags, sentence, tmp_path
 ):
-    folder = tmp_path / "run"
-    yaml = written(kind, **settings)
+    folder, yaml = tmp_path / "run", written(tmp_path, kind, **settings)
     run = launch(yaml, SCRIPT, folder, *FLAGS, *flags, launcher=launcher, ok=False)
     [line] = {line for line in run.err.splitlines() if line.startswith("error: ")}
     assert run.code and sentence in line and not (folder / "run.json").exists()

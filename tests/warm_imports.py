@@ -2,15 +2,11 @@
 # ruff: noqa: F401
 
 import accelerate.utils.deepspeed
-import accelerate.utils.fsdp_utils
-import datasets
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops.op_builder.all_ops
 import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer
-import deepspeed.runtime.zero.stage3
 import evaluate
-import psutil
 import setuptools
 import sklearn.datasets
 import sklearn.model_selection
@@ -19,7 +15,6 @@ import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.optim
-import torch.distributed.tensor
 import torch.utils.tensorboard
 import torchvision.datasets
 import tqdm
