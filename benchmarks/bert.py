@@ -9,18 +9,19 @@ runs its sides by turns within one call, as machines are shared and noisy. On tw
 15 minutes. With --gpu it is on one GPU, with MFU and memory.
 """
 
-import argparse
-import json
 import math
 import os
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
-from side_by_side import record, role, row
+import transformers
+from side_by_side import alone, record
 
+import train_bert_squad
 from common.facts import flops_utilization
 from common.printing import markdown_table
 from fit import read_model
@@ -33,32 +34,16 @@ LENGTH, STRIDE = 384, 128
 # -------- Trainer, in a process of its own
 
 
-def read_questions(args):
-    """The first questions of a SQuAD file, or of SQuAD on the Hub, as the columns of `datasets`."""
-    import datasets
-
-    if not args.train_file:
-        return datasets.load_dataset("rajpurkar/squad", split="train").select(range(args.questions))
-    rows = [
-        {"question": asked["question"], "context": part["context"], "answer": asked["answers"][0]}
-        for article in json.loads(Path(args.train_file).read_text())["data"]
-        for part in article["paragraphs"]
-        for asked in part["qas"]
-    ]
-    return datasets.Dataset.from_list(rows[: args.questions])
-
-
 def make_windows(args):
     """The windows of the questions, as transformers' tokenizers make them. Where the answer is does
     not change the speed, so it is at the start.
     """
-    import transformers
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    questions = read_questions(args)
+    asked = Namespace(max_train_samples=args.questions, version_2_with_negative=False, **vars(args))
+    questions = train_bert_squad.read_questions(asked, "train")
     windows = tokenizer(
-        list(questions["question"]),
-        list(questions["context"]),
+        [question["question"] for question in questions],
+        [question["context"] for question in questions],
         truncation="only_second",
         max_length=LENGTH,
         stride=STRIDE,
@@ -71,11 +56,10 @@ def make_windows(args):
     ]
 
 
-def train_by_trainer(args):
+def train_by_trainer(args, batch, grouped, compiled):
     """Seconds, windows, tokens with padding, and peak memory of an epoch; compiled, of a second
     epoch.
     """
-    import transformers
 
     class Stopwatch(transformers.TrainerCallback):
         def on_epoch_begin(self, *_, **__):
@@ -96,7 +80,6 @@ def train_by_trainer(args):
     transformers.logging.disable_progress_bar()
     tokenizer, windows = make_windows(args)
     pad, shapes, stopwatch = transformers.DataCollatorWithPadding(tokenizer), [], Stopwatch()
-    grouped = {"train_sampling_strategy": "group_by_length"} if args.grouped else {}
     transformers.set_seed(0)
     auto = transformers.AutoModelForQuestionAnswering
     config = transformers.AutoConfig.from_pretrained(args.model)
@@ -105,9 +88,10 @@ def train_by_trainer(args):
         model,
         transformers.TrainingArguments(
             output_dir=tempfile.gettempdir(),
-            per_device_train_batch_size=args.batch,
-            num_train_epochs=2 if args.compiled else 1,
-            torch_compile=args.compiled,
+            per_device_train_batch_size=batch,
+            num_train_epochs=2 if compiled else 1,
+            torch_compile=compiled,
+            train_sampling_strategy="group_by_length" if grouped else "random",
             max_grad_norm=0,  # The script clips no gradients.
             use_cpu=not args.gpu,
             bf16=args.gpu,
@@ -116,12 +100,12 @@ def train_by_trainer(args):
             report_to="none",
             save_strategy="no",
             logging_strategy="no",
-            **grouped,
         ),
         train_dataset=windows,
         data_collator=collate,
         callbacks=[stopwatch],
     )
+    trainer.remove_callback(transformers.PrinterCallback)  # It would print what it measured.
     trainer.train()
     return {
         "seconds": stopwatch.seconds,
@@ -134,24 +118,16 @@ def train_by_trainer(args):
 # -------- the comparison
 
 
-def script_inputs(args):
-    """The flags of the script for the model and the questions."""
+def train_by_script(args, batch, compiled):
+    """The same of the script. A compiled run's seconds are by the median of its speed."""
     words = ["--model_name_or_path", args.model] + ["--from_scratch"] * args.from_scratch
     if args.train_file:
         words += ["--train_file", args.train_file, "--validation_file", args.validation_file]
-    return words
-
-
-def train_by_script(args, batch, compiled):
-    """The same of the script. A compiled run's seconds are by the median of its speed."""
-    words = [*script_inputs(args), "--max_train_samples", args.questions, "--max_eval_samples", 1]
+    words += ["--max_train_samples", args.questions, "--max_eval_samples", 1]
     words += ["--max_seq_length", LENGTH, "--doc_stride", STRIDE]
     words += ["--per_device_train_batch_size", batch, "--num_epochs", 2 if compiled else 1]
-    options = {
-        "precision": "bf16" if args.gpu else "no",
-        "dynamo": "inductor" if compiled else "no",
-    }
-    run = record("baseline", SCRIPT, *words, **options)
+    precision, dynamo = "bf16" if args.gpu else "no", "inductor" if compiled else "no"
+    run = record("baseline", SCRIPT, *words, precision=precision, dynamo=dynamo)
     windows = run["steps"] * batch
     return {
         "seconds": windows / run["samples_per_second"] if compiled else run["seconds"]["train"],
@@ -165,20 +141,17 @@ def train_by_script(args, batch, compiled):
 def compare_speed(args, batch):
     """Print a table: an epoch of the same windows on each side."""
 
-    def trainer(*flags):
-        words = ["--model", args.model, "--batch", batch, "--questions", args.questions, *flags]
-        words += ["--from_scratch"] * args.from_scratch + ["--gpu"] * args.gpu
-        words += ["--train_file", args.train_file] if args.train_file else []
-        return role(__file__, "trainer", *words)
+    def trainer(grouped, compiled=False):
+        return alone(train_by_trainer, args, batch, grouped, compiled)
 
     sides = {
         SCRIPT: lambda: train_by_script(args, batch, compiled=False),
-        "Trainer, random order (its default)": trainer,
-        "Trainer, grouped by length": lambda: trainer("--grouped"),
+        "Trainer, random order (its default)": lambda: trainer(grouped=False),
+        "Trainer, grouped by length": lambda: trainer(grouped=True),
     }
     if args.compile:
         sides[f"{SCRIPT}, compiled"] = lambda: train_by_script(args, batch, compiled=True)
-        sides["Trainer, grouped by length, compiled"] = lambda: trainer("--grouped", "--compiled")
+        sides["Trainer, grouped by length, compiled"] = lambda: trainer(True, compiled=True)
     runs_of = {name: [] for name in sides}
     rates = {name: [] for name in sides}
     if args.gpu:
@@ -213,18 +186,8 @@ def spread(values):
     return f"{median:{digits}} ({low:{digits}} to {high:{digits}})"
 
 
-def train_lstm(batch):
-    """Print a row: the speed of the LSTM on a GPU."""
-    words = ["--dataset", "digits", "--num_epochs", 60, "--per_device_train_batch_size", batch]
-    run = record("baseline", "train_mnist_rnn.py", *words, precision="bf16")
-    row(f"LSTM on digits, batch {batch}", [run["samples_per_second"]], "samples/s")
-
-
-def parse_args():
-    """The flags; files become absolute paths."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--gpu", action="store_true", help="compare on one GPU, in bf16")
     add("--model", default="google-bert/bert-base-uncased", help="a BERT, as --model_name_or_path")
@@ -235,24 +198,9 @@ def parse_args():
     add("--batches", type=int, nargs="*", help="default: 8 32; with --gpu: 32 8 64 16")
     add("--questions", type=int, help="default: 600; with --gpu: 4000")
     add("--compile", action="store_true", help="also compare with torch.compile")
-    add("--role", choices=["trainer"], help=argparse.SUPPRESS)
-    add("--batch", type=int, help=argparse.SUPPRESS)
-    add("--grouped", action="store_true", help=argparse.SUPPRESS)
-    add("--compiled", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.batches = args.batches or ([32, 8, 64, 16] if args.gpu else [8, 32])
     args.questions = args.questions or (4000 if args.gpu else 600)
-    for name in ("model", "train_file", "validation_file"):
-        value = getattr(args, name)
-        if value and Path(value).exists():  # else a name on the Hub, or none
-            setattr(args, name, str(Path(value).resolve()))
-    return args
-
-
-def main():
-    args = parse_args()
-    if args.role:
-        return print("number:", json.dumps(train_by_trainer(args)))
     if args.gpu and not torch.cuda.is_available():
         return print("skipped: torch sees no GPU here, so nothing was measured on one")
     cores = len(os.sched_getaffinity(0))
@@ -265,10 +213,6 @@ def main():
     print(f"torch {torch.__version__}, {where}")
     for batch in args.batches:
         compare_speed(args, batch)
-    if args.gpu:
-        print("\n| what | median | from to | target |\n|---|---|---|---|")
-        for batch in (16, 64, 256):
-            train_lstm(batch)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ The report tells by how many standard errors two cells have to differ. It depend
 repeats alone, so it is taken from one report, and 20,000 others are compared with it here.
 """
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import datetime, timedelta, timezone
 
 import numpy as np
@@ -30,17 +30,13 @@ LIKE_DRIFT = [0.01] * CELLS
 
 # Of the cells in their order: repeats, spreads, and whether each run is slower than the one before.
 WORLDS = {
-    "equal spreads": ([3] * CELLS, EVEN, ""),
-    "one cell scatters ten times as much": ([3] * CELLS, [0.01] * 8 + [0.1], ""),
-    "the same, 5 repeats": ([5] * CELLS, [0.01] * 8 + [0.1], ""),
-    "the baseline scatters ten times as much": ([3] * CELLS, [0.1] + [0.01] * 8, ""),
-    "spreads of 1, 2, ... 9 %": ([5] * CELLS, [0.01 * (1 + cell) for cell in range(CELLS)], ""),
-    "2 repeats beside 10, which scatter a tenth as much": ([10] + [2] * 8, [0.01] + [0.1] * 8, ""),
-    "10 repeats beside 2, which scatter ten times as much": (
-        [2] + [10] * 8,
-        [0.1] + [0.01] * 8,
-        "",
-    ),
+    "equal spreads": ([3] * CELLS, EVEN),
+    "one cell scatters ten times as much": ([3] * CELLS, [0.01] * 8 + [0.1]),
+    "the same, 5 repeats": ([5] * CELLS, [0.01] * 8 + [0.1]),
+    "the baseline scatters ten times as much": ([3] * CELLS, [0.1] + [0.01] * 8),
+    "spreads of 1, 2, ... 9 %": ([5] * CELLS, [0.01 * (1 + cell) for cell in range(CELLS)]),
+    "2 repeats beside 10, which scatter a tenth as much": ([10] + [2] * 8, [0.01] + [0.1] * 8),
+    "10 repeats beside 2, which scatter ten times as much": ([2] + [10] * 8, [0.1] + [0.01] * 8),
     "each run 0.5 % slower than the one before, in turns": ([3] * CELLS, LIKE_DRIFT, "turns"),
     "the same, one cell after the other": ([3] * CELLS, LIKE_DRIFT, "cells"),
 }
@@ -93,7 +89,7 @@ def report_of(logs, order):
     return workload
 
 
-def shares_of(random, repeats, spreads, order, reports):
+def shares_of(random, reports, repeats, spreads, order=""):
     """Shares of reports: those with false claims, those with a note, those with false claims and no
     note, and those that find DDP faster; and by how much DDP has to be faster in a median report.
     """
@@ -118,20 +114,18 @@ def shares_of(random, repeats, spreads, order, reports):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=int, default=20_000, help="of each line of the tables")
     args = parser.parse_args()
     rows = [["repeats", "false claims", "power", "DDP has to be faster by"]]
     for repeats in (2, 3, 5, 10):
         random = np.random.default_rng(repeats)
-        shares = shares_of(random, [repeats] * CELLS, EVEN, "", args.reports)
+        shares = shares_of(random, args.reports, [repeats] * CELLS, EVEN)
         rows.append([str(repeats), *(f"{shares[which]:.1%}" for which in (0, 3, 4))])
     print(markdown_table(rows, "right"), end="\n\n")
     rows = [["cells that are equally fast", "false claims", "noted", "false and not noted"]]
     for name, world in WORLDS.items():
-        shares = shares_of(np.random.default_rng(1), *world, args.reports)
+        shares = shares_of(np.random.default_rng(1), args.reports, *world)
         rows.append([name, *(f"{share:.1%}" for share in shares[:3])])
     print(markdown_table(rows, "right"))
 

@@ -6,16 +6,15 @@ Every comparison alternates A and B within one call and reports the median of th
 machines are shared and noisy. Each process has one thread, as OMP_NUM_THREADS=1 makes it.
 """
 
-import argparse
 import os
 import statistics
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from side_by_side import record, role, row
+from side_by_side import alone, record, row
 from torchvision import datasets, transforms
 
 STEPS = 937  # an epoch of MNIST at batch 64
@@ -61,44 +60,30 @@ def bare_epoch(data_dir):
     return train_by_hand((images[ids], mnist.targets[ids]) for ids in order)
 
 
-ROLES = {"loader": loader_epoch, "bare": bare_epoch}
-
-
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data", help="as in train_mnist_rnn.py")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of each comparison")
-    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.role:
-        return print("number:", ROLES[args.role](args.data_dir))
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # as the bare loops
-    data, repeats = str(Path(args.data_dir).resolve()), range(args.repeats)
+    data, repeats = args.data_dir, range(args.repeats)
 
     def script(strategy, *flags):
         return record(strategy, "train_mnist_rnn.py", "--data_dir", data, *flags)
 
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
     print("| what | median | from to | target |\n|---|---|---|---|")
-    accuracies = [
-        100 * script("baseline", "--seed", seed)["metrics"]["accuracy"] for seed in range(3)
-    ]
-    mean = statistics.mean(accuracies)
-    row(
-        f"test accuracy with the defaults, seeds 0 to 2 (mean {mean:.2f} %)",
-        accuracies,
-        "%",
-        "mean >= 98.5 %",
-    )
+    runs = [script("baseline", "--seed", seed) for seed in range(3)]
+    accuracies = [100 * run["metrics"]["accuracy"] for run in runs]
+    name = f"test accuracy with the defaults, seeds 0 to 2 (mean {statistics.mean(accuracies):.2f})"
+    row(name, accuracies, "%", "mean >= 98.5 %")
 
     epoch = ["--max_train_steps", STEPS]
     ours, loader, bare = [], [], []
     for _ in repeats:
-        loader.append(role(__file__, "loader", "--data_dir", data))
+        loader.append(alone(loader_epoch, data))
         ours.append(script("baseline", *epoch)["seconds"]["train"])
-        bare.append(role(__file__, "bare", "--data_dir", data))
+        bare.append(alone(bare_epoch, data))
     row("an epoch of the script, batch 64, one process", ours, "s", "")
     row("... of a loop over a DataLoader with torchvision's transforms", loader, "s", "")
     row("... of a bare loop over tensors in memory", bare, "s", "")

@@ -11,7 +11,6 @@ a row gave is kept, so that the command can be stopped and go on.
 Environments are in CANARY_DIR, or else in the temporary folder. Put it on the disk of uv's cache.
 """
 
-import argparse
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree
+from argparse import ArgumentParser, RawTextHelpFormatter
 from datetime import date
 from pathlib import Path
 
@@ -61,16 +61,15 @@ evaluate==0.4.5
 
 def make_environment(row, folder):
     """The python of a new environment for a row. Raises RuntimeError if it cannot be had."""
-    words = row.split()
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    pins = "constraints.txt"
-    for word in words[:]:
+    pins, words = "constraints.txt", []
+    for word in row.split():
         if word.startswith("python=="):
             python = word.removeprefix("python==")
-            words.remove(word)
         elif word.endswith(".txt"):
             pins = word
-            words.remove(word)
+        else:
+            words.append(word)
     install = ["pip", "install", "--quiet", "--link-mode=hardlink", f"--python={folder}"]
     call_uv("venv", "--quiet", "--clear", f"--python={python}", folder)
     files = [f"--requirements={file}" for file in sorted(ROOT.glob("requirements*.txt"))]
@@ -112,22 +111,19 @@ def measure(row):
 
 
 def read_report(file):
-    """Of pytest's report: how many tests passed, the others with their messages, and seconds."""
+    """Of pytest's report: how many tests passed, and the others with their messages."""
     if not file.exists():
-        return {"passed": 0, "seconds": 0, "faults": {"pytest": [False, "pytest itself failed"]}}
+        return {"passed": 0, "faults": {"pytest": [False, "pytest itself failed"]}}
     cases = list(xml.etree.ElementTree.parse(file).iter("testcase"))
-    seconds = round(sum(float(case.get("time")) for case in cases))
     faults = {}
-    skipped = 0
     for case in cases:
-        skipped += case.find("skipped") is not None
-        for fault in (case.find("failure"), case.find("error")):
-            if fault is not None:
-                name = f"{case.get('classname')}::{case.get('name')}".removeprefix("tests.")
-                text = f"{fault.get('message')}\n{fault.text}"
-                faults[name] = [is_silent(fault.get("message")), last_error(text)]
+        for fault in [*case.iter("failure"), *case.iter("error")]:
+            name = f"{case.get('classname')}::{case.get('name')}".removeprefix("tests.")
+            text = f"{fault.get('message')}\n{fault.text}"
+            faults[name] = [is_silent(fault.get("message")), last_error(text)]
+    skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(faults) - skipped
-    return {"passed": passed, "seconds": seconds, "faults": faults}
+    return {"passed": passed, "faults": faults}
 
 
 def is_silent(message):
@@ -190,9 +186,7 @@ def table(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("--rows", default="", help="measure these, with a comma between them")
     asked = [row.strip() for row in parser.parse_args().rows.split(",") if row.strip()]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
