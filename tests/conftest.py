@@ -81,7 +81,12 @@ class Result:
 def run(command, folder=None, env=None):
     """Run a command in the project's root and return its Result."""
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=240
+        command,
+        cwd=ROOT,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
@@ -101,15 +106,11 @@ def namespaces(setup, *more):
     return ["unshare", "--mount", "--uts", *more, "sh", "-c", f'{setup} && exec "$@"', "sh"]
 
 
-def environment(changes):
-    ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return os.environ | ours | (changes or {})
-
-
 def run_forked(words, argv, folder=None, env=None, root=ROOT):
     """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        code = warm.run_ranks(words, argv, environment(env), root, out.name, err.name, 240)
+        env = os.environ | (env or {})
+        code = warm.run_ranks(words, argv, env, root, out.name, err.name, 240)
         return Result(code, out.read(), err.read(), folder)
 
 

@@ -26,6 +26,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{SCRATCH.name}/inductor"
 # The tests compare numbers of CPU processes, also where there is a GPU; test_gpu.py does not.
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# A process has one thread: ranks and the workers of pytest share the cores.
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # No test needs a network, and no proxy finds the servers that tests start.
 os.environ |= {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 # Nothing is written into the checkout.

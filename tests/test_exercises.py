@@ -1,6 +1,7 @@
 """The checkers of exercises 9 and 10 name each fault. test_pages.py has the right solutions."""
 
 import json
+import os
 import re
 import sys
 from unittest import mock
@@ -11,7 +12,7 @@ import grade
 import pytest
 import warm
 import watch
-from conftest import ROOT, anchor, environment, run
+from conftest import ROOT, anchor, run
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
@@ -103,14 +104,13 @@ def judged(tmp_path, monkeypatch, capsys):
         argv = [watch.__file__, *map(str, (script, folder, seconds))]
         log = folder / "launcher"
         log.touch()
-        warm.run_ranks(WORDS, argv, environment({}), ROOT, log, log, seconds + 30)
+        warm.run_ranks(WORDS, argv, os.environ, ROOT, log, log, seconds + 30)
         return mock.Mock()
 
     def run(checker, text, *flags):
         script = tmp_path / "mine.py"
         script.write_text(text)
         monkeypatch.setattr(watch, "launch", launch)
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as watch.check has it, for this test alone
         monkeypatch.setattr(sys, "argv", ["check", str(script), *flags])
         single = LAB / "single.py" if checker is check_ex9 else None
         code, printed = watch.check(checker.judge, single, check_ex9.PARTS), capsys.readouterr().out

@@ -26,7 +26,6 @@ class Job:
             "SPY_SCRIPT": SCRIPT,
             "SPY_STEPS": str(self.notes),
             "SPY_PAUSE": "0.06" if limited else "0",
-            "OMP_NUM_THREADS": "1",
         }
         self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
         self.words += [f"--output={folder}.log", "sbatch/2node.sh"]

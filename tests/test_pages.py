@@ -19,7 +19,7 @@ from pathlib import Path
 import draw_traces
 import pytest
 import warm
-from conftest import QUICK_CHECK, ROOT, environment, launch, rows_of, run
+from conftest import QUICK_CHECK, ROOT, launch, rows_of, run
 from test_bert import TINY
 
 from reporting.records import unpack
@@ -151,7 +151,7 @@ if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[
             launcher = ["--config_file", yaml, "--num_processes", number, *launcher[-2:]]
         config = launcher.index("--config_file") + 1
         launcher[config] = os.path.join(place, launcher[config])
-        env = environment({"PYTHONPATH": str(folder)})
+        env = os.environ | {"PYTHONPATH": str(folder)}
         code = warm.run_ranks(launcher, words[script:], env, place, log, log, 200)
         Path(own, "code").write_text(f"{code}\n")
 

@@ -94,7 +94,7 @@ def one_machine(tmp_path_factory):
 
 def train_on_two_nodes(start, one_machine, folder, *words, flags=(), **env):
     """The Slurm job of a spied run, its log and its record. It has the losses of one machine."""
-    env |= {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(folder), "OMP_NUM_THREADS": "1"}
+    env |= {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(folder)}
     job = start(*words, "tests/spy.py", *BERT, *flags, "--output_dir", folder / "run", env=env)
     log, record = job(), read(folder / "run" / "run.json")
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
@@ -162,10 +162,11 @@ WORLD = {  # of six ranks on two nodes
 }
 
 
-def test_what_ranks_find_on_the_nodes(start, project, tmp_path):
+def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
     """GPUs from Slurm, arguments as they were typed, what site.sh says, and a log of each rank. One
     job finds no scontrol, and one finds GPUs that Slurm did not grant.
     """
+    monkeypatch.delenv("OMP_NUM_THREADS")  # A job then has as many as the cores allow.
     odd = ["it's", 'a "b"  c', "$HOME", "*", "", "--output_dir=~/gp us"]
     words = "--exclusive --gres=gpu:a100:3 sbatch/2node.sh accelerate_configs/hybrid.yaml"
     env = {"HOME": str(tmp_path), "PATH": f"{project}/scontrol:{os.environ['PATH']}"}
@@ -191,7 +192,7 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path):
         assert rank.items() >= WORLD.items()
     last = read(tmp_path / "cpus" / "rank_3.json")
     assert (last["host"], last["WORLD_SIZE"], last["TORCH_FR_BUFFER_SIZE"]) == ("n2", "4", "0")
-    assert last["MASTER_ADDR"] == "10.99.0.11"
+    assert (last["MASTER_ADDR"], last["OMP_NUM_THREADS"]) == ("10.99.0.11", "2")
     assert last["MASTER_PORT"] != seen[0]["MASTER_PORT"]
 
 

@@ -581,7 +581,7 @@ def run_program(name, folder):
     import isolated  # here, as it would change the environment of the forked processes
 
     *_, ranks, gpu = PROGRAMS[name]
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    environment = dict(os.environ)
     if gpu and isolated.VISIBLE_GPUS is None:
         del environment["CUDA_VISIBLE_DEVICES"]
     elif gpu:

@@ -60,7 +60,7 @@ def start_server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_imports"])
     here = str(Path(__file__).parent)
-    own = {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    own = {"PYTHONPATH": here, "DS_ACCELERATOR": "cpu"}
     with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context
