@@ -7,6 +7,8 @@ fail() {
 }
 
 load_site() { # a function, as conda would take the arguments of the script for its own
+    # If you type sbatch in the shell of a job, your job gets these from it, and srun obeys them.
+    unset "${!SLURM_CPU_BIND@}" SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
     set +u # what modules and conda read is not always set
     source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
     set -u

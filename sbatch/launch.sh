@@ -84,11 +84,12 @@ touch "$PROOF" || fail "cannot write into $output"
 # shellcheck disable=SC2016
 seen=$(timeout "$NODES_TIMEOUT" "${on_each_node[@]}" --label "${SRUN_OPTIONS[@]}" bash -c '
     gpus=${SLURM_GPUS_ON_NODE:-0} visible=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")
-    echo "$SLURMD_NODENAME: $gpus GPU(s), $SLURM_CPUS_ON_NODE core(s)"
+    launcher=$(command -v accelerate-launch)
+    echo "$SLURMD_NODENAME: $gpus GPU(s), $SLURM_CPUS_ON_NODE core(s), ${launcher:-no accelerate}"
     [ "$gpus" != 0 ] || [ "$visible" = 0 ] || [ -n "${PROCESSES_PER_NODE:-}" ] ||
         echo "warning: $SLURMD_NODENAME has $visible GPU(s), of which Slurm granted none, so one" \
             "process starts: ask for --gres=gpu:N, or set PROCESSES_PER_NODE"
-    command -v accelerate-launch >/dev/null || echo "error: $SLURMD_NODENAME finds no accelerate:" \
+    [ -n "$launcher" ] || echo "error: $SLURMD_NODENAME finds no accelerate:" \
         "make setup, or activate in sbatch/site.sh what has it, on a disk of all nodes"
     until [ -e "$PROOF" ] || [ "$SECONDS" -ge "$DISK_TIMEOUT" ]; do sleep 1; done
     [ -e "$PROOF" ] || echo "error: $SLURMD_NODENAME does not see what the first node writes into" \
@@ -100,7 +101,8 @@ echo "$seen"
 [ $code != 124 ] || fail "not every node answered within $NODES_TIMEOUT s, the NODES_TIMEOUT"
 [ $code = 0 ] || fail "srun does not reach all nodes, or Slurm granted other GPUs than were asked" \
     "for: ask with --gres=gpu:N, which the wrapper has, not with --gpus-per-node or -task"
-[[ ! $seen =~ [0-9]:\ error:\ ([^$'\n']*) ]] || fail "${BASH_REMATCH[1]}"
+# Behind the number of a node. Slurm itself may say "0: slurmstepd-n1: error: ..." and go on.
+[[ ! $seen =~ (^|$'\n')\ *[0-9]+:\ error:\ ([^$'\n']*) ]] || fail "${BASH_REMATCH[2]}"
 read -r first gpus < <(sed -n 's/^ *0: \(.*\): \([0-9]*\) GPU(s), .*/\1 \2/p' <<<"$seen")
 [ "$(grep -c ": $gpus GPU(s), " <<<"$seen")" = "$nodes" ] ||
     fail "not every node was granted $gpus GPU(s), like $first:" \

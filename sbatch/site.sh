@@ -9,8 +9,10 @@
 # export SBATCH_TIMELIMIT=02:00:00 SBATCH_MEM_PER_NODE=64G
 
 # Software. After these lines `accelerate` has to be on the PATH. If it is not, .venv is taken.
+# With conda, or in a container, packages in ~/.local would come before its own.
 # module load cuda/13.0
 # source ~/miniconda3/bin/activate my_environment
+# export PYTHONNOUSERSITE=1
 command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source .venv/bin/activate
 # Modules may set PYTHONPATH. What it names comes before the packages of a venv.
 [ -z "${VIRTUAL_ENV:-}" ] || unset PYTHONPATH
@@ -39,7 +41,8 @@ command -v accelerate-launch >/dev/null || [ ! -f .venv/bin/activate ] || source
 # if [ -n "${SLURM_JOB_ID:-}" ]; then export HF_HUB_OFFLINE=1; fi
 
 # Processes on each node of a job without GPUs, such as one on a CPU partition (default: 1).
-# export PROCESSES_PER_NODE=2
+# What stands before sbatch counts more, and so do the shapes of a sweep.
+# export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-2}
 
 # What sweep.sh asks for on each node: gpu, gpu:a100 and the like, or none for a CPU partition.
 # export SWEEP_GRES=gpu:a100

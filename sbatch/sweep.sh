@@ -107,9 +107,10 @@ fi
 plan=$output_dir/sweep.csv report=(python report.py "$output_dir")
 mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan" || exit 1
 [ -z "$local" ] || printf '%s,\n' "${cells[@]}" >>"$plan"
-# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. Slurm fills in
-# what stands behind a %.
-submit=(sbatch --parsable --export=ALL) logs=${output_dir//%/%%}
+# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. A run that was
+# resumed is no timing, so no job is queued again: it would cost more than was said, for nothing.
+# Slurm fills in what stands behind a %.
+submit=(sbatch --parsable --export=ALL --no-requeue) logs=${output_dir//%/%%}
 last='' failed=0
 for cell in "${cells[@]}"; do
     IFS=, read -r run strategy nodes gpus repeat <<<"$cell"
@@ -137,7 +138,8 @@ for cell in "${cells[@]}"; do
         fi
     else
         ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
-        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus")
+        # Two threads of one core are no two devices.
+        [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus" --threads-per-core=1)
         # afterany: also after a job that failed
         job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" "${submit[@]}" "${ask[@]}" \
             --nodes="$nodes" --time="$minutes" ${last:+"--dependency=afterany:$last"} \
@@ -159,10 +161,12 @@ fi
     --nodes=1 --time=10 --output="$logs/report.log" >/dev/null <<REPORT ||
 #!/bin/bash
 source sbatch/common.sh
+SRUN_OPTIONS=()
 load_site
-$(printf '%q ' "${report[@]}")
+srun --ntasks=1 "\${SRUN_OPTIONS[@]}" $(printf '%q ' "${report[@]}")
 REPORT
     fail "no job for the report; when all are done: ${report[*]}"
-echo "the last job writes $output_dir/report.md; squeue --me shows how far they are"
+echo "the last job writes $output_dir/report.md; squeue --me shows how far they are. It asks for" \
+    "no GPU. Where Slurm runs no such job, type this when the others are done: ${report[*]}"
 exit
 }

@@ -176,7 +176,9 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
     env = {"PROCESSES_PER_NODE": "2", "TORCH_FR_BUFFER_SIZE": "0", "ADDRESS": "10.99.0.11"}
     probe = [tmp_path / "logs", "probe.py", "--output_dir", tmp_path / "cpus"]
     cpus = start(*words, *probe, cwd=project, env=env)
-    env = {"PATH": f"{project}/nvidia-smi:{os.environ['PATH']}"}
+    # A disk that this node lacks, and what the shell of another job has.
+    env = {"PATH": f"{project}/nvidia-smi:{os.environ['PATH']}", "TMPDIR": "/proc/none"}
+    env |= {"SLURM_MEM_PER_CPU": "9", "SLURM_MEM_PER_NODE": "9", "SLURM_CPU_BIND": "unknown"}
     hidden = start("--gres=none", "sbatch/1node.sh", "probe.py", cwd=project, env=env)
     assert "warning: 4 core(s) for 3 GPU(s)" in gpus()
     cpus()
@@ -370,7 +372,9 @@ def test_sweep_says_what_it_may_cost(tmp_path):
     assert much(86.0) in done.out and "the last job writes " in done.out, done.err
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
     assert "37 jobs, at most" in cpus.out  # without GPUs there is no DP
-    assert jobs.read_text().count("\n") == 39 + 37
+    assert jobs.read_text().count("\n") == jobs.read_text().count(" --no-requeue ") == 39 + 37
+    assert jobs.read_text().count(" --gres=none ") == 36
+    assert jobs.read_text().count(" --threads-per-core=1 ") == 36
     assert jobs.read_text().count("--dependency=afterany:7 ") == 38 + 36, "not in turns"
     keeps = {line.startswith("checkpoints best --") for line in open(jobs) if "-r1 " in line}
     drops = {line.startswith("checkpoints best model.saf") for line in open(jobs) if "-r2 " in line}
