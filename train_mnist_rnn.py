@@ -416,7 +416,9 @@ class Images(TensorDataset):
 
     def __getitems__(self, ids):
         """A whole batch: float32 [batch, rows, columns] and int64 [batch]."""
-        ids = torch.tensor(ids, device=self.tensors[0].device)
+        ids = torch.tensor(ids)
+        if self.tensors[0].is_cuda:  # From pinned memory, a copy does not wait for the GPU.
+            ids = ids.pin_memory().to(self.tensors[0].device, non_blocking=True)
         return tuple(values[ids] for values in self.tensors)
 
 

@@ -251,8 +251,9 @@ def bytes_to_accumulate(run):
     """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
     besides those that any step needs.
     """
-    copies = STRATEGIES[run["yaml"]].family in ("ddp", "zero1", "fsdp", "hsdp")
-    return 4 * run["parameters"] * copies
+    family = STRATEGIES[run["yaml"]].family
+    size = 2 if run["dtype"] == "bf16" and family != "ddp" else 4  # DDP's weights stay in fp32
+    return size * run["parameters"] * (family in ("ddp", "zero1", "fsdp", "hsdp"))
 
 
 def next_rungs(run, activations, saved):

@@ -31,7 +31,7 @@ SECTIONS["parallelism_config"] = "parallelism_config_"
 # other, with these values.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # the script's
 JSON_VALUES = dict.fromkeys(AUTO, "auto") | {
-    "bf16": {"enabled": "auto", "check_grad_overflow": False},  # bad gradients are not skipped
+    "bf16": {"enabled": "auto", "check_grad_overflow": False},  # ZeRO-1 and ZeRO-2 skip none
     "gradient_clipping": 0.0,  # none, where accelerate and DeepSpeed have a default of 1
     "timers": {"throughput": {"enabled": False}},  # it would stop the GPU at every step
 }

@@ -232,6 +232,17 @@ def test_what_a_run_held_and_what_to_try_next(name, parts, rungs, host):
     assert "offload" not in " ".join(tried) and held.get("offloaded", 0) == host
 
 
+@pytest.mark.parametrize(
+    "name, precision, mb",
+    [("ddp", "bf16", 200), ("fsdp", "no", 125), ("fsdp", "bf16", 75), ("zero3", "bf16", 12)],
+)
+def test_gradients_of_an_accumulated_step(name, precision, mb):
+    """The whole ones that DDP and FSDP add up, besides the reduced ones. FSDP's are in bf16."""
+    work, options = {"precision": precision}, STRATEGIES[name].options
+    held, _, _ = explained(name, options, 1000, work, gradient_accumulation_steps=2)
+    assert held["gradients"] == mb
+
+
 def test_what_a_run_needs_that_died():
     """Its record has no peak. Of BERT a formula says it, of an LSTM parameters and states only."""
     bert = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "dropout": 0.0}
