@@ -138,7 +138,7 @@ for cell in "${cells[@]}"; do
         fi
     else
         ask=(--gres="$gres:$gpus" --cpus-per-task=$((4 * gpus))) # as many cores per device on each
-        # Two threads of one core are no two devices.
+        # Two threads of one core are not two devices.
         [ "$gres" != none ] || ask=(--gres=none --cpus-per-task="$gpus" --threads-per-core=1)
         # afterany: also after a job that failed
         job=$(PROCESSES_PER_NODE=$gpus DROP_WHEN_COMPLETED="$drop" "${submit[@]}" "${ask[@]}" \
