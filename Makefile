@@ -45,7 +45,7 @@ ifdef LINKED
 		lint. Type 'make dev' where it was made, or 'make clean dev' for a .venv of your own))
 else
 # .venv may be a link to another disk. What another Python left in it goes. The stamp comes last.
-# pip would compile on one core, and what nobody imports. Some files are templates, and no Python.
+# pip would compile on one core, also what nobody imports. Some files are templates, not Python.
 .venv/installed: requirements.txt requirements-report.txt $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
 		'error: Python 3.10 or later is needed: make PYTHON=python3.12 ...')"

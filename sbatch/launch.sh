@@ -17,8 +17,6 @@ source sbatch/common.sh
 warned='' stopped=''
 trap 'warned=${warned:-$SECONDS}' USR1 USR2 # the time is nearly over
 trap 'stopped=1' TERM                       # scancel, preemption, requeue: Slurm ends the job
-unset MASTER_ADDR                           # of your shell: site.sh may set another
-SRUN_OPTIONS=()
 load_site
 RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "failed"
 

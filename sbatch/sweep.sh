@@ -161,7 +161,6 @@ fi
     --nodes=1 --time=10 --output="$logs/report.log" >/dev/null <<REPORT ||
 #!/bin/bash
 source sbatch/common.sh
-SRUN_OPTIONS=()
 load_site
 srun --ntasks=1 "\${SRUN_OPTIONS[@]}" $(printf '%q ' "${report[@]}")
 REPORT

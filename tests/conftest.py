@@ -27,6 +27,7 @@ REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
 
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+BASELINE = ["--config_file", "accelerate_configs/baseline.yaml"]  # words of the launcher
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # what quick tests train with
 # The other YAMLs of two processes.
 RUNGS = [

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from conftest import RUNGS, STRATEGIES, launch, run_forked
+from conftest import BASELINE, RUNGS, STRATEGIES, launch, run_forked
 from test_bert import TINY
 
 from planning import counting, memory
@@ -19,8 +19,7 @@ SIZES = ["--parallelism_config_dp_replicate_size", "1"]  # HSDP of two ranks has
 
 def dry_run(*words, folder=None, ok=True):
     """The Result of the tool, in a process that imports nothing, and what it wrote down."""
-    plain = ["--config_file", "accelerate_configs/baseline.yaml"]
-    result = run_forked(plain, ["dry_run.py", *map(str, words)], folder)
+    result = run_forked(BASELINE, ["dry_run.py", *map(str, words)], folder)
     assert (result.code == 0) == ok, result.out + result.err
     return result
 

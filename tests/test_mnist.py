@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import STRATEGIES, launch, run, run_forked, silent_server, spied
+from conftest import BASELINE, STRATEGIES, launch, run, run_forked, silent_server, spied
 from safetensors.torch import load_file
 from test_mnist_resume import assert_near, ids_seen
 from torch.nn import functional as F
@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
-BASELINE = ["--config_file", "accelerate_configs/baseline.yaml"]
 GLOBAL_BATCH, STEPS = 64, 44  # two epochs
 DIGITS = ["--dataset", "digits"]
 BATCH = "--dataset digits --per_device_train_batch_size"

@@ -69,16 +69,18 @@ MEASURED = [  # what differs from run to run, or from machine to machine
     r":?-{2,}:?|^[.#]{4,}$",  # as wide as their tables
 ]
 MEASURED = re.compile("|".join(MEASURED))
-FORKS = """#!/bin/bash
+FORKS = """#!/bin/bash -e
 case "${{0##*/}} $1" in
     "accelerate "*) shift ;;
     "python dry_run.py" | "python docs/lab/single.py" | "python docs/lab/check_ex"*)
         set -- --config_file accelerate_configs/baseline.yaml "$@" ;;
     "python "*) exec "{1}" "$@" ;;
 esac
-own=$(mktemp -d "{0}/XXXXXX") && mkfifo "$own/code" || exit 1
+own=$(mktemp -d "{0}/XXXXXX")
+mkfifo "$own/code"
 printf '%s\\n' "$own" "$PWD" "$@" >"{0}/asked"
-read -r code <"$own/code" && cat "$own/log" || exit 1
+read -r code <"$own/code"
+cat "$own/log"
 exit "$code"
 """
 

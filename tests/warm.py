@@ -97,9 +97,8 @@ def all_end(ranks, timeout):
 
 
 def make_worlds(number):
-    """For each of so many ranks, the variables that its environment has besides; and the store at
-    which the ranks meet: keep it as long as they run. Without a number there is one process, and no
-    store.
+    """The environment variables of each of `number` ranks, and the store at which they meet. The
+    caller keeps the store as long as they run. Without a number there is one process, and no store.
     """
     if not number:
         return [{}], None
