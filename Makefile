@@ -61,7 +61,7 @@ else
 	echo $(CONSTRAINTS) $(BUILD) > $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(PIP) -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
+	$(PIP) --no-compile -c $$(cut -d' ' -f1 .venv/installed) -r requirements-dev.txt
 	touch $@
 endif
 

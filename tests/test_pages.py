@@ -289,11 +289,16 @@ def test_launch_commands_work(tmp_path):
 
 @pytest.mark.slow
 def test_readme_pastes_what_its_commands_print(tools, place):
-    """`make train`, with ranks that are forked; and what fit.py answers."""
-    trained = run(["make", "-C", place, "-o", "setup", "train", f"BIN={tools}"])
+    """`make train` and a small `make sweep`, their ranks forked; and what fit.py answers."""
+    make = ["make", "-C", place, "-o", "setup", f"BIN={tools}"]
+    trained = run([*make, "train"])
     assert trained.code == 0, trained.err
     [pasted] = [block for block in plain_blocks("README.md") if "baseline and ddp:" in block]
     check_pasted(pasted, trained.out)
+    path = f"{tools}:{os.environ['PATH']}"
+    swept = run([*make, "sweep", "REPEATS=1", "STRATEGIES=baseline"], env={"PATH": path})
+    assert swept.code == 0, swept.out + swept.err
+    assert all(f"{name}/baseline-1x1-r1 |" in swept.out for name in ("mnist", "bert")), swept.out
     fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
     batches = {row[0]: row[-2] for row in rows_of(fits) if row[-3] == "yes" or row[0] == "ddp"}
     answer = "`zero2.yaml`, just, and `fsdp.yaml`. Column *batch* counts the texts that fit: "
