@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from common.strategies import REPLICAS, SHARDS, label_of
-from reporting.comparing import Cell, Workload, varies
+from reporting.comparing import Cell, Comparison, Workload, varies
 from reporting.grounds import AGAIN, has_other_loss
 from reporting.records import Run
 
@@ -49,10 +49,20 @@ def say_baseline(workload: Workload) -> str:
 
 
 def times_as_fast(cells: list[Cell]) -> str:
-    """The range of the speedups of cells, such as "1.20 to 1.42 times as fast"."""
+    """The range of the speedups of cells, such as "1.20 to 1.42 times as fast as one device"."""
     gains = sorted(cell.comparison.speedup for cell in cells if cell.comparison)
     low, high = f"{gains[0]:.2f}", f"{gains[-1]:.2f}"
-    return f"{low} times as fast" if low == high else f"{low} to {high} times as fast"
+    devices = dict.fromkeys(one_device(cell, cell.comparison) for cell in cells if cell.comparison)
+    words = f"times as fast as {' or '.join(devices)}"
+    return f"{low} {words}" if low == high else f"{low} to {high} {words}"
+
+
+def one_device(cell: Cell, comparison: Comparison) -> str:
+    """What a comparison is with, in words: with which batch, if there is another comparison."""
+    if len(cell.comparisons) < 2:
+        return "one device"
+    batch = "batch per device" if comparison is cell.weak else "global batch"
+    return f"one device with the same {batch}"
 
 
 def percent(share: float, digits: int) -> str:
@@ -77,21 +87,27 @@ def say_fastest(workload: Workload) -> str | None:
     if not cells or (not based and len(cells) == 1):
         return None
     best, *others = sorted(cells, key=lambda cell: cell.cost)
-    if not based and workload.margin(best, others[0]) is None:
-        return f"No test says which strategy is the fastest; the best is {best.label}."
+    if others and workload.margin(best, others[0]) is None:
+        gain = f", {times_as_fast([best])}" if best.comparison else ""
+        return f"No test says which strategy is the fastest; the best is {best.label}{gain}."
     left_out = [cell for cell in sound if cell.cost < best.cost]
     limits = ["with repeats"] if any(len(cell.runs) == 1 for cell in left_out) else []
     if based and any(not cell.comparison for cell in left_out):
         limits.append("with a baseline of their batch")
     among = f"of the cells {' and '.join(limits)}, the" if limits else "the"
-    comparisons = [cell.comparison for cell in cells if cell.comparison]
+    lead = ""
+    if others and workload.differ(best, others[0]):
+        lead = f"{percent(others[0].cost / best.cost - 1, 0)} faster than {others[0].label}"
+        lead += in_brackets(workload, best, others[0], "", " would be enough")
+    comparisons = [one for cell in cells for one in cell.comparisons.values()]
     if best.comparison and not any(one.sure == "faster" for one in comparisons):
         base = best.comparison.baseline
         margin = in_brackets(workload, best, base, "the two would have to differ by ")
         shown = "No test says whether several devices are faster than one"
         if any(one.low for one in comparisons):
             shown = "The repeats show no strategy on several devices to be faster than one device"
-        return f"{shown}; {among} best is {best.label}, {times_as_fast([best])}{margin}."
+        text = f"{shown}; {among} best is {best.label}, {times_as_fast([best])}{margin}"
+        return text + (f", and {lead}." if lead else ".")
     close = [
         cell
         for cell in others
@@ -100,38 +116,33 @@ def say_fastest(workload: Workload) -> str | None:
     among = among[0].upper() + among[1:]
     if close:
         names = listed(cell.label for cell in (best, *close))
-        gains = f", {times_as_fast([best, *close])} as one device" if based else ""
+        gains = f", {times_as_fast([best, *close])}" if based else ""
         pair = f"{best.label} and {close[-1].label} would have to differ by "
         margin = in_brackets(workload, best, close[-1], pair)
         return f"{among} fastest are {names}{gains}; their repeats do not tell them apart{margin}."
     text = f"{among} fastest is {best.label}"
     if best.comparison:
-        text += f", {times_as_fast([best])} as one device"
+        text += f", {times_as_fast([best])}"
         text += f" (efficiency {best.comparison.efficiency:.0%})"
-    if not others:
-        return text + "."
-    gain = percent(others[0].cost / best.cost - 1, 0)
-    margin = in_brackets(workload, best, others[0], "", " would be enough")
     also = ", and" if best.comparison else ","
-    return f"{text}{also} {gain} faster than {others[0].label}{margin}."
+    return f"{text}{also} {lead}." if lead else text + "."
 
 
 def say_scaling(workload: Workload) -> str | None:
     """Of the cells on the most devices."""
     most = max(cell.devices for cell in workload.cells)
-    kinds = "faster than one device", "slower than one device", "slower than on fewer devices"
-    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    found: dict[str, list[str]] = {}
     for cell in workload.cells:
         if not cell.devices == most > 1 or has_other_loss(cell):
             continue
-        if cell.comparison and cell.comparison.sure:
-            found[f"{cell.comparison.sure} than one device"].append(cell.label)
+        for one in cell.comparisons.values():
+            if one.sure:
+                found.setdefault(f"{one.sure} than {one_device(cell, one)}", []).append(cell.label)
         if any(is_slower(cell, other, workload) for other in workload.cells):
-            found["slower than on fewer devices"].append(cell.label)
+            found.setdefault("slower than on fewer devices", []).append(cell.label)
     texts = [
         f"{listed(names)} {'is' if len(names) == 1 else 'are'} {words}"
-        for words, names in found.items()
-        if names
+        for words, names in sorted(found.items(), key=lambda item: ("fewer" in item[0], item))
     ]
     return "; ".join(texts) + "." if texts else None
 

@@ -1,5 +1,5 @@
-"""Cells, which are medians of repeats; what they are against the baseline; and which differences
-their repeats carry, by Dunnett's and Tukey's tests.
+"""Cells, which are the means or medians of repeats; what they are against the baseline; and which
+differences their repeats carry, by Dunnett's and Tukey's tests.
 """
 
 import functools
@@ -27,7 +27,7 @@ VERSIONS = ("torch", "accelerate", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell against a baseline: the speedup of the medians, which is that of the work per second,
+    """A cell against a baseline: the speedup of the means, which is that of the work per second,
     and the interval in which Dunnett's test has it, if both have repeats. `sure` is "faster" or
     "slower", or "" if the repeats do not say.
     """
@@ -42,14 +42,16 @@ class Comparison:
 
 @dataclass(eq=False)
 class Cell:
-    """The repeats of a setting: the medians of their figures, and what the report finds."""
+    """The repeats of a setting: the medians of their figures, the geometric means of seconds and
+    cost, since the tests compare means of logarithms, and what the report finds.
+    """
 
     workload: dict[str, Any]
     setting: Setting
     runs: list[Run]
     figures: Figures = field(init=False)
     cost: float = field(init=False)  # seconds of training for each sample; see Run.cost
-    median: Run = field(init=False)  # or the run nearest to it
+    middle: Run = field(init=False)  # the run nearest to the cost
     apart: str = ""  # from others of its name and shape: batch or options
     weak: Comparison | None = None  # with a baseline of the same batch per device
     strong: Comparison | None = None  # with a baseline of the same global batch
@@ -64,9 +66,10 @@ class Cell:
             odd = [value for value in values if not math.isfinite(value)]  # a loss
             values = odd[:1] or values
             medians[figure.name] = statistics.median(values) if values else None
+        medians["seconds"] = statistics.geometric_mean(run.seconds for run in self.runs)
         self.figures = Figures(**medians)
-        self.cost = statistics.median(run.cost for run in self.runs)
-        self.median = min(self.runs, key=lambda run: abs(run.cost - self.cost))
+        self.cost = statistics.geometric_mean(run.cost for run in self.runs)
+        self.middle = min(self.runs, key=lambda run: abs(run.cost - self.cost))
 
     @property
     def seconds(self) -> float:
@@ -104,14 +107,17 @@ class Cell:
         return plain and setting.devices == 1
 
     @property
-    def comparison(self) -> Comparison | None:
-        """The one that comes first: weak scaling, else strong scaling, else times by hand."""
-        return self.weak or self.strong or self.by_hand
+    def comparisons(self) -> dict["Cell", Comparison]:
+        """Of each baseline: weak scaling, strong scaling, times by hand. Both of a baseline may be
+        one.
+        """
+        found = [one for one in (self.weak, self.strong, self.by_hand) if one]
+        return {one.baseline: one for one in found}
 
     @property
-    def baselines(self) -> set["Cell"]:
-        comparisons = (self.weak, self.strong, self.by_hand)
-        return {comparison.baseline for comparison in comparisons if comparison}
+    def comparison(self) -> Comparison | None:
+        """The one that comes first."""
+        return next(iter(self.comparisons.values()), None)
 
     @property
     def fixed(self) -> str | None:
@@ -284,9 +290,12 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     tests: list[Callable[[float], Intervals]] = []
     for base in repeated:
-        cells = [cell for cell in repeated if cell is not base and base in cell.baselines]
+        cells = [cell for cell in repeated if cell is not base and base in cell.comparisons]
         if cells and any(map(varies, [base, *cells])):
-            tests.append(functools.partial(dunnett_intervals, base, cells))
+            batch = base.setting.batch_per_device
+            equal = [cell for cell in workload.cells if cell.setting.batch_per_device == batch]
+            rivals = sum(cell.is_baseline for cell in equal)
+            tests.append(functools.partial(dunnett_intervals, base, cells, rivals))
     several = [cell for cell in repeated if cell.devices > 1]
     if len(several) > 1 and any(map(varies, several)):
         tests.append(functools.partial(tukey_intervals, several))
@@ -298,13 +307,13 @@ def varies(cell: Cell) -> bool:
     return len(set(cell.logs)) > 1
 
 
-def dunnett_intervals(base: Cell, cells: list[Cell], level: float) -> Intervals:
-    """Cells against a baseline."""
+def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) -> Intervals:
+    """Cells against a baseline, the fastest of so many `rivals`: any of them might have been it."""
     groups = [base, *cells]
     freedom = sum(cell.freedom for cell in groups)
     squares = sum(cell.squares for cell in groups)
     repeats = numpy.array([len(cell.runs) for cell in cells])
-    point = dunnett_point(len(base.runs), repeats, freedom, level)
+    point = dunnett_point(len(base.runs), repeats, freedom, 1 - (1 - level) / rivals)
     found = {}
     for cell in cells:
         gap = statistics.mean(cell.logs) - statistics.mean(base.logs)
@@ -335,7 +344,7 @@ def dunnett_point(of_base: int, repeats: Any, freedom: int, level: float) -> flo
         return float(weights @ inside.prod(axis=2) @ of_shares / weights.sum() / 2 - level)
 
     bonferroni = t_distribution.isf((1 - level) / 2 / len(repeats), freedom)
-    return float(brentq(excess, 0, 1.001 * bonferroni))
+    return float(brentq(excess, 0, 2 * bonferroni))  # the sums are not exact
 
 
 def tukey_intervals(cells: list[Cell], level: float) -> Intervals:

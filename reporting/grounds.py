@@ -10,16 +10,17 @@ import statistics
 from collections.abc import Iterable
 
 from scipy.stats import f as f_distribution
+from scipy.stats import t as t_distribution
 
 from reporting.comparing import Cell, Workload
 from reporting.records import Run
 
 FEW_STEPS = 30  # fewer are no measurement
-START = 0.1  # of the training: a longer start is no measurement of steps
+SLOW_STEPS = 0.1  # of the training: if they cost more, it is no measurement of steps
 OUTLIER = 0.25  # longer than the median: such a repeat should be taken again
-FALSE_WARNINGS = 0.01  # of the reports whose cells scatter equally, at most
+FALSE_WARNINGS = 0.01  # of the reports whose cells or hosts are equal, at most
 FAR = 0.1  # of the baseline's first loss: a last loss that differs by more is another one
-SLOWER = 0.01  # a host: what is less is not worth a word
+SLOWER = 0.01  # a host, by hosts' means: what is less is not worth a word
 
 
 def find_notes(workload: Workload) -> None:
@@ -27,22 +28,22 @@ def find_notes(workload: Workload) -> None:
     should measure again.
     """
     scattered = find_scattered(workload)
-    tested = list(dict.fromkeys(cell for pair in workload.intervals for cell in pair))
+    out_of_turn, slow_hosts = find_out_of_turn(workload), find_slow_hosts(workload)
     for cell in workload.cells:
         found = {
             "steps": few_steps(cell),
-            "start": long_start(cell),
+            "slow": slow_steps(cell),
             "late": late_repeat(cell),
             "scatter": "repeats scatter more than the others'" if cell in scattered else "",
-            "turns": "not measured in turns" if is_out_of_turn(cell, tested) else "",
-            "hosts": slower_host(cell),
+            "turns": "not measured in turns" if cell in out_of_turn else "",
+            "hosts": slow_hosts.get(cell, ""),
             "diverged": no_number(cell),
             "loss": wrong_loss(cell),
         }
         cell.notes = {kind: words for kind, words in found.items() if words}
 
 
-AGAIN = ("steps", "start", "late")
+AGAIN = ("steps", "slow", "late")
 
 
 def has_other_loss(cell: Cell) -> bool:
@@ -55,17 +56,19 @@ def few_steps(cell: Cell) -> str:
     return f"{steps:.0f} steps are too few" if steps is not None and steps < FEW_STEPS else ""
 
 
-def long_start(cell: Cell) -> str:
-    """Training that took longer than its steps would at the pace that they had later."""
+def slow_steps(cell: Cell) -> str:
+    """Training that took longer than its steps would at their median pace: the first steps, or a
+    pause.
+    """
     steps, step = cell.figures.steps, cell.step_seconds
     if not steps or not step or steps < FEW_STEPS:
         return ""
-    start = 1 - step * steps / cell.seconds
-    return f"the start took {start:.0%} of the time" if start > START else ""
+    share = 1 - step * steps / cell.seconds
+    return f"slow steps cost {share:.0%} of the time" if share > SLOW_STEPS else ""
 
 
 def late_repeat(cell: Cell) -> str:
-    late = cell.slowest / cell.seconds - 1
+    late = cell.slowest / statistics.median(run.seconds for run in cell.runs) - 1
     return f"a repeat took {late:.0%} longer than the median" if late > OUTLIER else ""
 
 
@@ -93,17 +96,24 @@ def largest_share(freedom: int, freedoms: int, cells: int) -> float:
     return float(1 / (1 + (freedoms / freedom - 1) / point))
 
 
-def is_out_of_turn(cell: Cell, tested: list[Cell]) -> bool:
-    """Whether all repeats of a cell began before or after all of its baseline's, or of all others
-    that were tested. A machine that becomes slower then makes a difference that repeats cannot tell
-    from another one.
+def find_out_of_turn(workload: Workload) -> list[Cell]:
+    """The cells of which all repeats began before or after all others that were tested, and pairs
+    of compared cells of which one was measured before the other. A machine that becomes slower then
+    makes a difference that repeats cannot tell from another one.
     """
-    groups = [[run for other in tested if other is not cell for run in other.runs]]
-    groups += [base.runs for base in cell.baselines if base is not cell and base in tested]
-    return cell in tested and any(lies_apart(cell.runs, group) for group in groups)
+    tested = list(dict.fromkeys(cell for pair in workload.intervals for cell in pair))
+    alone = [
+        cell
+        for cell in tested
+        if lie_apart(
+            cell.runs, [run for other in tested if other is not cell for run in other.runs]
+        )
+    ]
+    pairs = [pair for pair in workload.intervals if lie_apart(pair[0].runs, pair[1].runs)]
+    return alone + [cell for pair in pairs for cell in pair if not set(alone) & set(pair)]
 
 
-def lies_apart(some: list[Run], others: list[Run]) -> bool:
+def lie_apart(some: list[Run], others: list[Run]) -> bool:
     """As far as it is known when they began."""
     began, since = ([run.began for run in runs if run.began] for runs in (some, others))
     if min(len(began), len(since)) < 2:
@@ -111,21 +121,36 @@ def lies_apart(some: list[Run], others: list[Run]) -> bool:
     return max(began) < min(since) or max(since) < min(began)
 
 
-def slower_host(cell: Cell) -> str:
-    """Of several repeats each on several sets of hosts: whether all on one set took longer than all
-    on another one. Names the hosts that only one of the two has.
+def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
+    """Of cells that have two repeats or more on each of several sets of hosts: on which of the sets
+    they took longer than on another one, by t-tests of the logarithms with Bonferroni's correction.
+    Their spread is that of all repeats of a cell on the same hosts. Names the hosts that only one
+    of the two sets has.
     """
-    times: dict[frozenset[str], list[float]] = {}
-    for run in cell.runs:
-        times.setdefault(frozenset(rank.host for rank in run.ranks), []).append(run.cost)
-    found = []
-    several = [hosts for hosts, costs in times.items() if len(costs) > 1]
-    for slow, fast in itertools.permutations(several, 2):
-        longer = statistics.median(times[slow]) / statistics.median(times[fast]) - 1
-        if min(times[slow]) > max(times[fast]) and longer >= SLOWER:
-            names = [name_hosts(slow - fast), name_hosts(fast - slow)]
-            found.append((longer, f"{longer:.0%} longer on {' than on '.join(names)}"))
-    return max(found)[1] if found else ""
+    places: dict[Cell, dict[frozenset[str], list[float]]] = {}
+    for cell in workload.cells:
+        for run in cell.runs:
+            hosts = frozenset(rank.host for rank in run.ranks)
+            places.setdefault(cell, {}).setdefault(hosts, []).append(math.log(run.cost))
+    groups = [logs for sets in places.values() for logs in sets.values() if len(logs) > 1]
+    freedom = sum(len(logs) - 1 for logs in groups)
+    squares = sum(statistics.variance(logs) * (len(logs) - 1) for logs in groups)
+    pairs = [
+        (cell, slow, fast)
+        for cell, sets in places.items()
+        for slow, fast in itertools.permutations(sets, 2)
+        if len(sets[slow]) > 1 and len(sets[fast]) > 1
+    ]
+    found: dict[Cell, list[tuple[float, str]]] = {}
+    for cell, slow, fast in pairs:
+        one, other = places[cell][slow], places[cell][fast]
+        error = math.sqrt(squares / freedom * (1 / len(one) + 1 / len(other)))
+        gap = statistics.mean(one) - statistics.mean(other)
+        far = error * float(t_distribution.isf(FALSE_WARNINGS / len(pairs), freedom))
+        if gap > far > 0 and math.expm1(gap) >= SLOWER:
+            names = f"{name_hosts(slow - fast)} than on {name_hosts(fast - slow)}"
+            found.setdefault(cell, []).append((gap, f"{math.expm1(gap):.0%} longer on {names}"))
+    return {cell: max(words)[1] for cell, words in found.items()}
 
 
 def name_hosts(hosts: frozenset[str]) -> str:

@@ -216,9 +216,9 @@ def details(workload: Workload) -> Iterator[str]:
     yield f"All runs have in common: {plain(', '.join(in_words(values, values)))}."
     yield table([measured(cell) for cell in workload.cells])
     yield from describe_comparisons(workload)
-    known = [cell for cell in workload.cells if cell.median.ranks]
+    known = [cell for cell in workload.cells if cell.middle.ranks]
     if known:
-        yield "The median runs and their ranks, as `time` prints them:"
+        yield "The middle runs and their ranks, as `time` prints them:"
         yield table([row for cell in known for row in ranks_of(cell)])
 
 
@@ -250,8 +250,8 @@ def measured(cell: Cell) -> dict[str, Any]:
         "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
         "note": cell.note,
-        "median run": cell.median.name,
-        "log": cell.median.log,
+        "middle run": cell.middle.name,
+        "log": cell.middle.log,
     }
 
 
@@ -304,13 +304,13 @@ def costs(cell: Cell, base: Cell) -> dict[str, str]:
 
 def ranks_of(cell: Cell) -> list[dict[str, Any]]:
     return [
-        {"run": cell.median.name, "rank": rank.rank, "host": rank.host}
+        {"run": cell.middle.name, "rank": rank.rank, "host": rank.host}
         | {name: as_time_prints(getattr(rank, name)) for name in ("real", "user", "sys")}
         | {
             "peak MB": show(rank.peak_memory_mb, "{:,.0f}"),
             "device": rank.device_name,
         }
-        for rank in cell.median.ranks
+        for rank in cell.middle.ranks
     ]
 
 
@@ -375,8 +375,8 @@ def plain_row(cell: Cell) -> dict[str, Any]:
         | {"devices": cell.devices}
         | asdict(cell.figures)
         | {
-            "run": cell.median.name,
-            "log": cell.median.log,
+            "run": cell.middle.name,
+            "log": cell.middle.log,
             "repeats": len(cell.runs),
             "fastest": cell.fastest,
             "slowest": cell.slowest,
