@@ -747,6 +747,10 @@ def check_accelerator(accelerator, strategy, args):
     # Workaround threads_autocast_to_fp16 (torch 2.15): each thread has its own dtype.
     if precision == "bf16" and strategy == "dp":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
+    # Other ranks than these would train on the same samples.
+    sizes = accelerator.parallelism_config
+    if sizes and sizes.non_data_parallel_size > 1:
+        abort("parallelism_config may have dp_replicate_size and dp_shard_size alone above 1")
     # Workaround missing_trackers (accelerate 1.15): it leaves them out, silently.
     if args.with_tracking and not accelerator.log_with:
         abort(f"--report_to {args.report_to}: no such tracker is installed here")
@@ -964,8 +968,13 @@ def check_agreement(now, old, checkpoint):
     if checkpoint and not whole and was.get("version", VERSION) == VERSION:
         abort(f"cannot load {checkpoint}: it has no whole progress.json{REMOVE_IT}")
     for key in now:
-        if was and was.get(key) != now[key]:
-            abort(f"cannot resume with another {key}: {was.get(key)} -> {now[key]}")
+        before, after = was.get(key), now[key]
+        if was and before != after:
+            if isinstance(before, dict) and isinstance(after, dict):
+                names = [name for name in before | after if before.get(name) != after.get(name)]
+                before = {name: before.get(name) for name in names}
+                after = {name: after.get(name) for name in names}
+            abort(f"cannot resume with another {key}: {before} -> {after}")
 
 
 def watch_signals():
@@ -1091,7 +1100,8 @@ def explain(problem, args):
     if full:
         return f"{text} (the disk is full: free space, then --resume)"
     if any(isinstance(error, (MemoryError, torch.OutOfMemoryError)) for error in chain):
-        return f"{text} (memory: a smaller --per_device_train_batch_size or fsdp.yaml needs less)"
+        flags = "--per_device_train_batch_size or --per_device_eval_batch_size"
+        return f"{text} (memory: try a smaller {flags}, or fsdp.yaml)"
     return text
 
 

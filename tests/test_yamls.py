@@ -47,15 +47,10 @@ def written(folder, kind, **settings):
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    """A function: the losses of the baseline, with gradients clipped to this norm."""
-
-    @cache
-    def losses(norm):
-        words = [*FLAGS, "--per_device_train_batch_size", 128]
-        words += ["--max_grad_norm", norm] if norm else []
-        return launch("baseline", SCRIPT, tmp_path_factory.mktemp("baseline"), *words).losses
-
-    return losses
+    """norm -> the losses of the baseline, with gradients clipped to it."""
+    make, words = tmp_path_factory.mktemp, [*FLAGS, "--per_device_train_batch_size", 128]
+    clip = {None: [], NORM: ["--max_grad_norm", NORM]}
+    return cache(lambda norm: launch("baseline", SCRIPT, make("run"), *words, *clip[norm]).losses)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +89,8 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 BUCKETS = {"stage": 2, "reduce_bucket_size": "auto"}
 ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
 FP16 = ["--mixed_precision", "fp16"]
+SIZES = {f"parallelism_config_{name}_size": size for name, size in (("dp_shard", 1), ("cp", 2))}
+CONTEXT = {"fsdp_config": FSDP_2, "parallelism_config": SIZES}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +109,7 @@ FP16 = ["--mixed_precision", "fp16"]
         ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "s --activation_checkpointing"),
         ("FSDP", {"fsdp_config": LAYERS}, [], [], "layer class LlamaDecoderLayer in the model"),
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
+        ("FSDP", CONTEXT, [], [], "may have dp_replicate_size and dp_shard_size alone above 1"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
         ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
         ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON may not have optimizer, only bf16"),
