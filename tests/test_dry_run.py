@@ -10,9 +10,10 @@ from test_bert import TINY
 from planning import counting, memory
 
 YAMLS = [*STRATEGIES, *RUNGS, "hsdp"]
+FEW = "--per_device_train_batch_size 2 --max_eval_samples 4".split()
 SCRIPTS = {
     "mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--per_device_train_batch_size", "8"],
-    "bert": ["train_bert_squad.py", *TINY, "--per_device_train_batch_size", "2"],
+    "bert": ["train_bert_squad.py", *TINY, *FEW],
 }
 SIZES = ["--parallelism_config_dp_replicate_size", "1"]  # HSDP of two ranks has one replica
 
@@ -48,7 +49,7 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
     options = ["--mixed_precision", precision]
     options += SIZES if (strategy, ranks) == ("hsdp", 2) else []
     spy = {"SPY_CALLS": str(tmp_path), "SPY_DIR": str(tmp_path), "SPY_BYTES": "1"}
-    words = [strategy, script[0], tmp_path / "run", *script[1:], "--max_train_steps", 6]
+    words = [strategy, script[0], tmp_path / "run", *script[1:], "--max_train_steps", 5]
     launch(*words, processes=ranks, env=spy, launcher=options)
     dry = count(tmp_path / "dry", ranks, strategy, script, options=options)
     calls, sizes = Counter(), Counter()

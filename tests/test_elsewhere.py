@@ -21,7 +21,7 @@ from test_bert import TINY
 import train_mnist_rnn
 
 USER = 54321  # without a name
-BERT = "train_bert_squad.py", *TINY, "--max_train_steps", "3"
+BERT = "train_bert_squad.py", *TINY, "--max_train_steps", "3", "--max_eval_samples", "8"
 # A CPU's name with all that it may have, where Linux has it.
 CPU = 'AMD EPYC 7763 64-Core Processor (rev. 1) @ 2.45GHz: "Milan", 2 x'
 CPUINFO = f"vendor_id\t: AuthenticAMD\nmodel\t\t: 1\nmodel name\t: {CPU}\nflags\t\t: fpu\n"

@@ -19,7 +19,8 @@ from conftest import QUICK_CHECK, ROOT, RUNGS, launch, run
 from test_bert import TINY
 
 pytestmark = pytest.mark.slow
-BERT = [*TINY, "--max_train_steps", "12", "--per_device_train_batch_size", "8", "--dropout", "0"]
+BERT = "--max_train_steps 12 --per_device_train_batch_size 8 --max_eval_samples 8 --dropout 0"
+BERT = [*TINY, *BERT.split()]
 DIGITS = "train_mnist_rnn.py --dataset digits --per_device_train_batch_size 64 --num_epochs".split()
 
 
