@@ -11,15 +11,15 @@ import torch
 from conftest import ROOT, Result, launch
 
 pytestmark = pytest.mark.slow
-SCRIPT, EPOCH, STEPS = "train_mnist_rnn", 35, 700
-FLAGS = "--dataset digits --num_epochs 20 --per_device_train_batch_size 20"
+SCRIPT, EPOCH = "train_mnist_rnn", 35  # steps
+FLAGS = "--dataset digits --per_device_train_batch_size 20 --num_epochs".split()
 TABLE = "| fault | strategy | seconds to recover | steps repeated |\n|---|---|---|---|"
 
 
 class Job:
     """The run of a strategy on two nodes, and what rank 0 noted of each step."""
 
-    def __init__(self, cluster, strategy, folder, limited=False):
+    def __init__(self, cluster, strategy, folder, epochs, limited):
         self.cluster, self.on, self.folder = cluster, cluster.on, folder
         self.notes = folder.with_suffix(".steps")
         self.env = {
@@ -29,7 +29,7 @@ class Job:
         }
         self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
         self.words += [f"--output={folder}.log", "sbatch/2node.sh"]
-        self.words += [f"accelerate_configs/{strategy}.yaml", "tests/spy.py", *FLAGS.split()]
+        self.words += [f"accelerate_configs/{strategy}.yaml", "tests/spy.py", *FLAGS, epochs]
         self.words += ["--output_dir", folder]
         self.submit()
 
@@ -95,9 +95,11 @@ CASES = [(fault, strategy) for fault in FAULTS for strategy in ("ddp", "fsdp", "
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """strategy -> the Result of the same run with nothing happening to it, on this machine."""
-    folder, words = tmp_path_factory.mktemp("calm"), FLAGS.split()
-    return functools.cache(lambda name: launch(name, f"{SCRIPT}.py", folder / name, *words))
+    """(strategy, epochs) -> the Result of the same run with nothing happening to it, here."""
+    make = tmp_path_factory.mktemp
+    return functools.cache(
+        lambda name, epochs: launch(name, f"{SCRIPT}.py", make(name), *FLAGS, epochs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,13 +110,13 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     cluster, undisturbed, say_row, tmp_path, fault, strategy, request
 ):
     request.addfinalizer(cluster.tidy)
-    limited = fault == "reach the time limit"
-    job = Job(cluster, strategy, tmp_path / "run", limited)
-    begun = 1 if limited else 200
+    limited, epochs = fault == "reach the time limit", 10 if (fault, strategy) == QUICK else 20
+    job = Job(cluster, strategy, tmp_path / "run", epochs, limited)
+    begun = 1 if limited else 100
     cluster.wait_until(lambda: job.steps() and job.steps()[-1][1] >= begun, 300)
     struck = time.time()
     FAULTS[fault](job)
-    ended, calm, steps = job.result(), undisturbed(strategy), job.steps()
+    ended, calm, steps = job.result(), undisturbed(strategy, epochs), job.steps()
 
     pairs = zip(steps, steps[1:], strict=False)
     starts = [(before, after) for before, after in pairs if before[2] != after[2]]
@@ -128,6 +130,6 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     assert 0 <= repeated <= EPOCH * (fault in HARD), "more than since the last epoch's checkpoint"
     if fault in ("warn of the time limit", "signal the tasks only"):  # all went in good order
         assert "srun's exit code 0\nnot completed, but saved" in ended.out, ended.out
-    assert len(calm.losses) == STEPS and ended.record["nodes"] == 2
+    assert len(calm.losses) == EPOCH * epochs and ended.record["nodes"] == 2
     assert ended.record["loss_history"] == calm.record["loss_history"]
     assert all(torch.equal(calm.weights[name], own) for name, own in ended.weights.items())

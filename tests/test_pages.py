@@ -32,7 +32,7 @@ SMALLER = {  # sizes of the text, and those of the test
     "--layers 6 --hidden_size 768": "--layers 2 --hidden_size 128",
     "--layers 6 --hidden_size 384": "--layers 2 --hidden_size 128",
     "--max_train_steps 8": "--max_train_steps 3",
-    "--max_train_steps 30": "--max_train_steps 12",
+    "--max_train_steps 30": "--max_train_steps 4",
     "for batch in 1 2 4 8 16": "for batch in 8",
     '--num_epochs 30 --dropout 0"': '--num_epochs 5 --dropout 0"',  # of LSTM=
 }
