@@ -1269,10 +1269,10 @@ def check_accelerator(accelerator, strategy, args):
     # Workaround threads_autocast_to_fp16 (torch 2.15): each thread has its own dtype.
     if precision == "bf16" and strategy == "dp":
         abort("dp's threads would compute in fp16, not in bf16: use ddp.yaml")
-    # Other ranks than these would train on the same samples.
+    # Tensor, context and sequence parallelism give several ranks the same samples.
     sizes = accelerator.parallelism_config
     if sizes and sizes.non_data_parallel_size > 1:
-        abort("parallelism_config may have dp_replicate_size and dp_shard_size alone above 1")
+        abort("parallelism_config: only dp_replicate_size and dp_shard_size may be above 1")
     # Workaround missing_trackers (accelerate 1.15): it leaves them out, silently.
     if args.with_tracking and not accelerator.log_with:
         abort(f"--report_to {args.report_to}: no such tracker is installed here")

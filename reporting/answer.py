@@ -97,7 +97,8 @@ def say_fastest(workload: Workload) -> str | None:
     among = f"of the cells {' and '.join(limits)}, the" if limits else "the"
     lead = ""
     if others and workload.differ(best, others[0]):
-        lead = f"{percent(others[0].cost / best.cost - 1, 0)} faster than {others[0].label}"
+        lead = ", and " if best.comparison else ", "
+        lead += f"{percent(others[0].cost / best.cost - 1, 0)} faster than {others[0].label}"
         lead += in_brackets(workload, best, others[0], "", " would be enough")
     comparisons = [one for cell in cells for one in cell.comparisons.values()]
     if best.comparison and not any(one.sure == "faster" for one in comparisons):
@@ -106,8 +107,7 @@ def say_fastest(workload: Workload) -> str | None:
         shown = "No test says whether several devices are faster than one"
         if any(one.low for one in comparisons):
             shown = "The repeats show no strategy on several devices to be faster than one device"
-        text = f"{shown}; {among} best is {best.label}, {times_as_fast([best])}{margin}"
-        return text + (f", and {lead}." if lead else ".")
+        return f"{shown}; {among} best is {best.label}, {times_as_fast([best])}{margin}{lead}."
     close = [
         cell
         for cell in others
@@ -124,8 +124,7 @@ def say_fastest(workload: Workload) -> str | None:
     if best.comparison:
         text += f", {times_as_fast([best])}"
         text += f" (efficiency {best.comparison.efficiency:.0%})"
-    also = ", and" if best.comparison else ","
-    return f"{text}{also} {lead}." if lead else text + "."
+    return f"{text}{lead}."
 
 
 def say_scaling(workload: Workload) -> str | None:

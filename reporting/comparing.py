@@ -89,7 +89,7 @@ class Cell:
     @property
     def squares(self) -> float:
         """The sum of squares of the logarithms around their mean."""
-        return statistics.variance(self.logs) * self.freedom if self.freedom else 0.0
+        return sum_of_squares(self.logs)
 
     @property
     def note(self) -> str:
@@ -302,13 +302,19 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     return tests
 
 
+def sum_of_squares(values: list[float]) -> float:
+    """Around their mean."""
+    mean = statistics.mean(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
 def varies(cell: Cell) -> bool:
     """Whether its repeats differ."""
     return len(set(cell.logs)) > 1
 
 
 def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) -> Intervals:
-    """Cells against a baseline, the fastest of so many `rivals`: any of them might have been it."""
+    """Cells against a baseline. It is the fastest of `rivals` baselines with one batch."""
     groups = [base, *cells]
     freedom = sum(cell.freedom for cell in groups)
     squares = sum(cell.squares for cell in groups)

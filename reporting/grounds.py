@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from scipy.stats import f as f_distribution
 from scipy.stats import t as t_distribution
 
-from reporting.comparing import Cell, Workload
+from reporting.comparing import Cell, Workload, sum_of_squares
 from reporting.records import Run
 
 FEW_STEPS = 30  # fewer are no measurement
@@ -132,9 +132,9 @@ def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
         for run in cell.runs:
             hosts = frozenset(rank.host for rank in run.ranks)
             places.setdefault(cell, {}).setdefault(hosts, []).append(math.log(run.cost))
-    groups = [logs for sets in places.values() for logs in sets.values() if len(logs) > 1]
+    groups = [logs for sets in places.values() for logs in sets.values()]
     freedom = sum(len(logs) - 1 for logs in groups)
-    squares = sum(statistics.variance(logs) * (len(logs) - 1) for logs in groups)
+    squares = sum(map(sum_of_squares, groups))
     pairs = [
         (cell, slow, fast)
         for cell, sets in places.items()

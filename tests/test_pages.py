@@ -280,9 +280,9 @@ def test_launch_commands_work(tmp_path):
     for number, command in enumerate(commands):
         strategy, script, flags = re.search(r"(\w+)\.yaml (\S+) ?(.*)", command).groups()
         folder = tmp_path / str(number)
-        small = TINY if script == "train_bert_squad.py" else ["--dataset", "digits"]
-        few = ["--max_eval_samples", 8] if small is TINY else []
-        words = [*flags.split(), *small, *few, "--max_train_steps", 3, "--output_dir", folder]
+        bert = script == "train_bert_squad.py"
+        small = [*TINY, "--max_eval_samples", 8] if bert else ["--dataset", "digits"]
+        words = [*flags.split(), *small, "--max_train_steps", 3, "--output_dir", folder]
         result = launch(strategy, script, folder, *words)
         assert (result.record["status"], result.record["strategy"]) == ("completed", strategy)
     assert len(commands) > 3
@@ -302,6 +302,10 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     assert all(f"{name}/baseline-1x1-r1 |" in swept.out for name in ("mnist", "bert")), swept.out
     fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
     batches = {row[0]: row[-2] for row in rows_of(fits) if row[-3] == "yes" or row[0] == "ddp"}
-    answer = "Column *batch* counts the texts that fit: DDP {ddp},\nZeRO-2 {zero2}, FSDP {fsdp}."
+    answer = "`fsdp.yaml`; `zero2.yaml` leaves CUDA too little. Column *batch* counts the texts "
+    answer += "that fit: DDP {ddp},\nZeRO-2 {zero2}, FSDP {fsdp}."
+    _, *rows = rows_of(fits)
+    totals = {row[0]: int(row[6].replace(",", "")) for row in rows}
+    assert totals["fsdp"] <= 5000 < totals["zero2"], "of 6,000 MB, CUDA needs 1,000"
     assert answer.format(**batches) in PAGES["README.md"]
     assert not {"baseline", "dp", "zero3"} & set(batches), "the answer leaves out what fits"

@@ -89,7 +89,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 BUCKETS = {"stage": 2, "reduce_bucket_size": "auto"}
 ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
 FP16 = ["--mixed_precision", "fp16"]
-SIZES = {f"parallelism_config_{name}_size": size for name, size in (("dp_shard", 1), ("cp", 2))}
+SIZES = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
 CONTEXT = {"fsdp_config": FSDP_2, "parallelism_config": SIZES}
 
 
@@ -109,7 +109,7 @@ CONTEXT = {"fsdp_config": FSDP_2, "parallelism_config": SIZES}
         ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "s --activation_checkpointing"),
         ("FSDP", {"fsdp_config": LAYERS}, [], [], "layer class LlamaDecoderLayer in the model"),
         ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
-        ("FSDP", CONTEXT, [], [], "may have dp_replicate_size and dp_shard_size alone above 1"),
+        ("FSDP", CONTEXT, [], [], "only dp_replicate_size and dp_shard_size may be above 1"),
         ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
         ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
         ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON may not have optimizer, only bf16"),
