@@ -19,13 +19,13 @@ TABLE = "| fault | strategy | seconds to recover | steps repeated |\n|---|---|--
 class Job:
     """The run of a strategy on two nodes, and what rank 0 noted of each step."""
 
-    def __init__(self, cluster, strategy, folder, epochs, limited):
+    def __init__(self, cluster, strategy, folder, epochs, limited, pause):
         self.cluster, self.on, self.folder = cluster, cluster.on, folder
         self.notes = folder.with_suffix(".steps")
         self.env = {
             "SPY_SCRIPT": SCRIPT,
             "SPY_STEPS": str(self.notes),
-            "SPY_PAUSE": "0.06" if limited else "0",
+            "SPY_PAUSE": str(pause),
         }
         self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
         self.words += [f"--output={folder}.log", "sbatch/2node.sh"]
@@ -110,9 +110,10 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
     cluster, undisturbed, say_row, tmp_path, fault, strategy, request
 ):
     request.addfinalizer(cluster.tidy)
-    limited, epochs = fault == "reach the time limit", 10 if (fault, strategy) == QUICK else 20
-    job = Job(cluster, strategy, tmp_path / "run", epochs, limited)
-    begun = 1 if limited else 100
+    limited, quick = fault == "reach the time limit", (fault, strategy) == QUICK
+    epochs, begun = 5 if quick else 20, 1 if limited else 50
+    pause = 0.06 if limited or quick else 0  # seconds in which a step leaves the cores to others
+    job = Job(cluster, strategy, tmp_path / "run", epochs, limited, pause)
     cluster.wait_until(lambda: job.steps() and job.steps()[-1][1] >= begun, 300)
     struck = time.time()
     FAULTS[fault](job)

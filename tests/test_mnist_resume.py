@@ -179,7 +179,6 @@ FILES += ["random_states_1.pkl", "scheduler.bin"]  # of DDP; a baseline has all 
     [
         *(("random_states_0.pkl", damage) for damage in DAMAGES),
         *(("progress.json", damage) for damage in [*DAMAGES, "[]", '{"run": 3}']),
-        pytest.param("random_states_1.pkl", "", marks=SLOW),  # rank 1 lets rank 0 speak first
         *(pytest.param(name, "code", marks=SLOW) for name in FILES),
     ],
 )

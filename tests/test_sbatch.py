@@ -262,7 +262,8 @@ def test_a_run_that_diverges_or_cannot_begin_is_not_queued_again(start, tmp_path
     env, run = {"SPY_SCRIPT": "train_mnist_rnn", "SPY_NAN": "1 15"}, tmp_path / "run"
     words = ["sbatch/2node.sh", "tests/spy.py", *DIGITS[1:], 3, "--output_dir", run]
     diverges = start(*words, env=env, state="FAILED")
-    wrong = start("sbatch/2node.sh", *DIGITS, 1, "--output_d", tmp_path / "x", state="FAILED")
+    words = [*DIGITS, 1, "--output_d", tmp_path / "x"]
+    wrong = start("sbatch/1node.sh", *words, state="FAILED", env={"PROCESSES_PER_NODE": "1"})
     for job, line, reason in [
         (diverges, "error: the training loss of step 16 is nan", "the run broke down"),
         (wrong, "error: unrecognized arguments: --output_d", "a new checkpoint"),
