@@ -18,6 +18,8 @@ unexport PYTHONPATH
 # A terminal shows pip's progress; a log gets the commands only.
 PIP = $(BIN)/pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
 REPEATS = 2
+# More flags of the scripts, for example: make train-bert FLAGS="--num_epochs 40"
+FLAGS =
 STRATEGIES = baseline dp ddp fsdp zero2 zero3
 SWEEP := runs/sweep-$(shell date +%Y%m%d-%H%M%S)
 DIGITS = train_mnist_rnn.py --dataset digits --num_epochs 30
@@ -79,7 +81,7 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 
 train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
-		--num_processes $(PROCESSES) $(TINY) --num_epochs 20
+		--num_processes $(PROCESSES) $(TINY) --num_epochs 20 $(FLAGS)
 
 # Two files of tests at a time: one computes while the other waits.
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
@@ -106,9 +108,9 @@ canary: dev  ## find out which releases train right; ROWS="accelerate==1.14.0": 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
-	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) || failed=1; } && \
+	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) $(FLAGS) || failed=1; } && \
 	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
-		--max_train_samples 112 --num_epochs 8 || failed=1; } && \
+		--max_train_samples 112 --num_epochs 8 $(FLAGS) || failed=1; } && \
 	python report.py $(SWEEP) && exit $$failed
 
 lint: dev  ## check form and style

@@ -290,16 +290,21 @@ def test_launch_commands_work(tmp_path):
 
 @pytest.mark.slow
 def test_readme_pastes_what_its_commands_print(tools, place):
-    """`make train` and a small `make sweep`, their ranks forked; and what fit.py answers."""
+    """`make train`, `make train-bert` and `make sweep`, their ranks forked, and the last two in
+    small; a report on all; and what fit.py answers.
+    """
     make = ["make", "-C", place, "-o", "setup", f"BIN={tools}"]
     trained = run([*make, "train"])
     assert trained.code == 0, trained.err
     [pasted] = [block for block in plain_blocks("README.md") if "baseline and ddp:" in block]
     check_pasted(pasted, trained.out)
     path = f"{tools}:{os.environ['PATH']}"
-    swept = run([*make, "sweep", "REPEATS=1", "STRATEGIES=baseline"], env={"PATH": path})
+    small = ["REPEATS=1", "STRATEGIES=baseline", "FLAGS=--max_train_steps 3"]
+    swept = run([*make, "train-bert", "sweep", *small], env={"PATH": path})
     assert swept.code == 0, swept.out + swept.err
     assert all(f"{name}/baseline-1x1-r1 |" in swept.out for name in ("mnist", "bert")), swept.out
+    reported = run(["env", "-C", place, sys.executable, "report.py", "runs/"])
+    assert "DDP" in reported.out and "| bert_squad-20" in reported.out, reported.err
     fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
     batches = {row[0]: row[-2] for row in rows_of(fits) if row[-3] == "yes" or row[0] == "ddp"}
     answer = "`fsdp.yaml`; `zero2.yaml` leaves CUDA too little. Column *batch* counts the texts "

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 
 import laptop
 import pytest
@@ -19,8 +20,11 @@ from conftest import QUICK_CHECK, ROOT, RUNGS, launch, run
 from test_bert import TINY
 
 pytestmark = pytest.mark.slow
-BERT = "--max_train_steps 12 --per_device_train_batch_size 8 --max_eval_samples 8 --dropout 0"
-BERT = [*TINY, *BERT.split()]
+SHORT = "--max_train_steps 12 --per_device_train_batch_size 8 --dropout 0".split()
+WORK = {  # 1.5 MB of parameters, or 1.1, of a script that starts sooner
+    "train_bert_squad": [*TINY, *SHORT, "--max_eval_samples", "8"],
+    "train_mnist_rnn": ["--dataset", "digits", "--hidden_size", "256", *SHORT],
+}
 DIGITS = "train_mnist_rnn.py --dataset digits --per_device_train_batch_size 64 --num_epochs".split()
 
 
@@ -90,15 +94,19 @@ def read(file):
 
 @pytest.fixture(scope="module")
 def one_machine(tmp_path_factory):
-    return launch("ddp", "train_bert_squad.py", tmp_path_factory.mktemp("bert") / "run", *BERT)
+    """script -> the Result of a run of DDP without Slurm."""
+    make = tmp_path_factory.mktemp
+    return cache(lambda script: launch("ddp", f"{script}.py", make(script) / "run", *WORK[script]))
 
 
-def train_on_two_nodes(start, one_machine, folder, *words, flags=(), **env):
+def train_on_two_nodes(start, one_machine, folder, script, *words, flags=(), **env):
     """The Slurm job of a spied run, its log and its record. It has the losses of one machine."""
-    env |= {"SPY_SCRIPT": "train_bert_squad", "SPY_WIRE": str(folder)}
-    job = start(*words, "tests/spy.py", *BERT, *flags, "--output_dir", folder / "run", env=env)
+    env |= {"SPY_SCRIPT": script, "SPY_WIRE": str(folder)}
+    words = [*words, "tests/spy.py", *WORK[script], *flags, "--output_dir", folder / "run"]
+    job = start(*words, env=env)
     log, record = job(), read(folder / "run" / "run.json")
-    losses = [[loss for _, loss in run["loss_history"]] for run in (record, one_machine.record)]
+    reference = one_machine(script).record
+    losses = [[loss for _, loss in run["loss_history"]] for run in (record, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
     return job.job, log, record
 
@@ -119,7 +127,8 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
     """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. The
     others make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
     """
-    words = ["sbatch/2node.sh", *[f"accelerate_configs/{name}.yaml"] * (name != "ddp")]
+    script = "train_mnist_rnn" if name == "ddp" else "train_bert_squad"
+    words = [script, "sbatch/2node.sh", *[f"accelerate_configs/{name}.yaml"] * (name != "ddp")]
     job, log, record = train_on_two_nodes(start, one_machine, tmp_path, *words)
     assert (record["status"], record["nodes"]) == ("completed", 2)
     assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job
@@ -137,7 +146,7 @@ def test_hsdp_shards_inside_the_nodes_that_slurm_granted(start, one_machine, tmp
     """Two nodes with two processes each. Only gradients leave a node: of a shard from each rank, by
     an all-reduce of two, which sends its bytes once. FSDP's parameters would leave it, too.
     """
-    words = ["--gres=none", "sbatch/2node.sh", "accelerate_configs/hsdp.yaml"]
+    words = ["train_mnist_rnn", "--gres=none", "sbatch/2node.sh", "accelerate_configs/hsdp.yaml"]
     how = {"PROCESSES_PER_NODE": "2", "flags": ["--per_device_train_batch_size", "4"]}
     _, _, record = train_on_two_nodes(start, one_machine, tmp_path, *words, **how)
     assert (record["strategy"], record["nodes"], record["devices"]) == ("hsdp", 2, 4)
