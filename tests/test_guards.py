@@ -99,36 +99,40 @@ def test_a_run_goes_on_when_its_shell_ends(tmp_path):
 # -------- disks
 
 
+def use_up(disk):
+    """In namespaces of its own. The disk has room for a checkpoint and for the best model, but not
+    for the final one beside them; then nothing may be written; then all is well. On a smaller disk,
+    a checkpoint has no room: torch does not say why, but the disk does.
+    """
+
+    def mount(*words):
+        subprocess.run(["mount", *words, disk], check=True)
+
+    def train(*more, ok=False):
+        words = [*FLAGS[:2], "--hidden_size", 256, "--num_epochs", 1, *more]  # 1.1 MB of weights
+        return launch("baseline", SCRIPT, Path(disk, "run"), *words, ok=ok)
+
+    mount("-t", "tmpfs", "-o", "size=5000k", "none")
+    full = train().err.splitlines()[-1]
+    mount("-o", "remount,size=99m,ro")
+    locked = train("--resume").err.splitlines()
+    mount("-o", "remount,rw")
+    assert train("--resume", ok=True).record["status"] == "completed"
+    mount("-t", "tmpfs", "-o", "size=3000k", "none")
+    fuller = train("--checkpointing_steps", 5).err.splitlines()[-1]
+    for line in (full, fuller):
+        assert line.startswith("error: "), line
+        assert line.endswith("(the disk is full: free space, then --resume)"), line
+    assert len(locked) == 1, "an OSError about a folder that was given"
+    assert locked[0].startswith("error: ") and "Read-only" in locked[0], locked
+
+
 @pytest.mark.slow
 def test_a_full_disk_and_a_read_only_one_end_with_one_line_and_the_run_goes_on(tmp_path):
-    """A disk of its own, which has room for a checkpoint and for the best model, but not for the
-    final one beside them; then nothing may be written; then all is well. On a smaller disk, a
-    checkpoint has no room: torch does not say why, but the disk does.
-    """
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    flags = [*FLAGS[:2], "--hidden_size", "256", "--num_epochs", "1"]  # 1.1 MB of weights
-    command = f"'{sys.executable}' {SCRIPT} {' '.join(flags)} --output_dir {disk}/run"
-    words = namespaces(f"mount -t tmpfs -o size=5000k none {disk}")
-    steps = [
-        f"{command} 2>{tmp_path}/full",
-        f"mount -o remount,size=99m,ro {disk}",
-        f"{command} --resume 2>{tmp_path}/locked",
-        f"mount -o remount,rw {disk}",
-        f"{command} --resume && cp {disk}/run/run.json {tmp_path}/run.json",
-        f"umount {disk} && mount -t tmpfs -o size=3000k none {disk}",
-        f"{command} --checkpointing_steps 5 2>{tmp_path}/fuller",
-    ]
-    done = run([*words, "sh", "-c", "\n".join(steps)])
-    for name in ("full", "fuller", "locked"):
-        *before, line = (tmp_path / name).read_text().splitlines()
-        assert line.startswith("error: ")
-        if name != "locked":
-            assert line.endswith("(the disk is full: free space, then --resume)")
-        else:
-            assert "Read-only" in line and not before, "an OSError about a folder that was given"
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["status"] == "completed", done.out
+    words = [*namespaces("true"), sys.executable, "-c"]
+    code = f"import test_guards; test_guards.use_up({str(tmp_path)!r})"
+    done = run([*words, code], env={"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
