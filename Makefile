@@ -79,7 +79,7 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 		docs/lab/crossover.py
 	@echo "docs/lab.md explains it."
 
-train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed
+train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed; FLAGS="..." adds flags
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 20 $(FLAGS)
 
