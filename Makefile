@@ -79,7 +79,7 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 		docs/lab/crossover.py
 	@echo "docs/lab.md explains it."
 
-train-bert: setup  ## train a tiny BERT from scratch: no download, no GPU needed; FLAGS="..." adds flags
+train-bert: setup  ## train a tiny BERT: no download, no GPU needed; FLAGS="..." adds flags
 	OMP_NUM_THREADS=1 $(BIN)/accelerate-launch --config_file accelerate_configs/ddp.yaml \
 		--num_processes $(PROCESSES) $(TINY) --num_epochs 20 $(FLAGS)
 
@@ -108,7 +108,8 @@ canary: dev  ## find out which releases train right; ROWS="accelerate==1.14.0": 
 sweep: setup  ## time every strategy on this machine with both scripts, without Slurm, and report
 	export PATH="$$PWD/$(BIN):$$PATH" failed=0 && \
 	sweep="sbatch/sweep.sh --local --repeats $(REPEATS)" && \
-	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) $(FLAGS) || failed=1; } && \
+	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/mnist $(DIGITS) $(FLAGS) || \
+		failed=1; } && \
 	{ $$sweep --strategies "$(STRATEGIES)" --output_dir $(SWEEP)/bert $(TINY) \
 		--max_train_samples 112 --num_epochs 8 $(FLAGS) || failed=1; } && \
 	python report.py $(SWEEP) && exit $$failed
