@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ACCELERATE, ROOT, launch, namespaces, run, run_forked
+from conftest import ACCELERATE, BASELINE, ROOT, launch, namespaces, run, run_forked
 
 import train_bert_squad
 import train_mnist_rnn as script
@@ -153,16 +153,16 @@ def test_a_disk_without_locks_is_warned_of_and_the_run_goes_on(
 # -------- errors
 
 
-@pytest.mark.parametrize("python", [[sys.executable], pytest.param(DDP, marks=pytest.mark.slow)])
-def test_a_slip_shows_its_line_once_and_ends_with_one_line(python, tmp_path):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_slip_shows_its_line_once_and_ends_with_one_line(launched, tmp_path):
     """A student's own, in a copy of the script: under a launcher, too, and on all ranks."""
     slip = "save_every = args.checkpointing_steps"
     text = (ROOT / SCRIPT).read_text()
     assert text.count(slip) == 1
     (tmp_path / "mine.py").write_text(text.replace(slip, slip.removesuffix("s")))
     number = text[: text.index(slip)].count("\n") + 1
-    words = [*python, tmp_path / "mine.py", *FLAGS[:2], "--output_dir", tmp_path / "run"]
-    done = run([*map(str, words)])
+    words = [str(tmp_path / "mine.py"), *FLAGS[:2], "--output_dir", str(tmp_path / "run")]
+    done = run([*DDP, *words]) if launched else run_forked(BASELINE, words)
     sentence = "AttributeError: 'Namespace' object has no attribute 'checkpointing_step'"
     assert done.error_line().startswith(f"error: {sentence}")
     assert done.err.count(f'mine.py", line {number}, in train') == 1
