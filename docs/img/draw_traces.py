@@ -211,6 +211,8 @@ def gaps_of(rank):
 
 
 def initials(name):
+    if name == "broadcast":
+        return "BC"  # B is the backward pass
     return "".join(word[0].upper() for word in name.split("-"))
 
 
