@@ -113,18 +113,18 @@ def use_up(disk):
         return launch("baseline", SCRIPT, Path(disk, "run"), *words, ok=ok)
 
     mount("-t", "tmpfs", "-o", "size=5000k", "none")
-    full = train().err.splitlines()[-1]
+    full = train()
     mount("-o", "remount,size=99m,ro")
-    locked = train("--resume").err.splitlines()
+    locked = train("--resume")
     mount("-o", "remount,rw")
     assert train("--resume", ok=True).record["status"] == "completed"
     mount("-t", "tmpfs", "-o", "size=3000k", "none")
-    fuller = train("--checkpointing_steps", 5).err.splitlines()[-1]
-    for line in (full, fuller):
-        assert line.startswith("error: "), line
-        assert line.endswith("(the disk is full: free space, then --resume)"), line
-    assert len(locked) == 1, "an OSError about a folder that was given"
-    assert locked[0].startswith("error: ") and "Read-only" in locked[0], locked
+    fuller = train("--checkpointing_steps", 5)
+    for result in (full, fuller):
+        assert result.error_line().endswith("(the disk is full: free space, then --resume)")
+        assert result.err.splitlines()[-1] == result.error_line()
+    assert locked.err.splitlines() == [locked.error_line()], "of a folder that was given"
+    assert "Read-only" in locked.error_line()
 
 
 @pytest.mark.slow
