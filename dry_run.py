@@ -51,8 +51,8 @@ def parse_args():
     return args
 
 
-class Counted(SystemExit):
-    """The steps are done. No script reports it as an error."""
+class Counted(BaseException):
+    """The steps are done. No script takes it for an error, or for its own end."""
 
 
 class DryRun(patches.StepWatch):

@@ -5,11 +5,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import isolated  # noqa: F401  the first: it sets what libraries read when they are imported
@@ -65,11 +63,14 @@ class Result:
     def best(self):
         return load_file(self.folder / "best" / "model.safetensors")
 
-    def logged(self, name):
-        """{step: value} of what the run has in TensorBoard under this name."""
+    def events(self, name):
+        """What the run has in TensorBoard under this name, in the order of a curve."""
         [folder] = self.folder.glob("tensorboard/*")
-        events = EventAccumulator(str(folder)).Reload().Scalars(name)
-        return {event.step: event.value for event in events}
+        return EventAccumulator(str(folder)).Reload().Scalars(name)
+
+    def logged(self, name):
+        """{step: value} of the same."""
+        return {event.step: event.value for event in self.events(name)}
 
     def error_line(self):
         """The one line in which the script says what is wrong; all else is the launcher's."""
@@ -154,21 +155,6 @@ def own_signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def silent_server(answer):
-    """The address of a server that answers each request with these bytes, and then with nothing,
-    and keeps the connection.
-    """
-    listener, kept = socket.create_server(("127.0.0.1", 0)), []
-
-    def serve():
-        while True:
-            kept.append(listener.accept()[0])
-            kept[-1].sendall(answer)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return f"http://127.0.0.1:{listener.getsockname()[1]}/"
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ WRONG = {
     "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, "report.py"),
     "whose product is 8": (8, "accelerate_configs/hsdp.yaml", "report.py"),
     "Makefile:": (2, "Makefile", "report.py"),
-    "the global batch of 19998": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
+    "the global batch (19998) is larger": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 
 

@@ -111,8 +111,7 @@ def test_the_same_run(outside, tmp_path):
     assert report in printed and report.count(f" {HOST} ") == 2
     assert f"device_name CPU ({CPU}), " in report
     code, _, problem = run_there("env", "--unset=HF_HOME", sys.executable, *BERT)
-    assert code == 1 and problem.count("\n") == 1, problem
-    assert re.match("error: .*Permission denied: '.*/home/.*: let HF_HOME name a folder", problem)
+    assert code == 1 and re.search("PermissionError: .*/home/", problem), problem
 
 
 def test_cpu_ranks_get_cores_of_their_own(monkeypatch):
@@ -125,4 +124,4 @@ def test_cpu_ranks_get_cores_of_their_own(monkeypatch):
     for rank, cores in ("0", "[0, 2, 4, 6]"), ("1", "[1, 3, 5, 7]"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(InterruptedError, match=re.escape(cores)):
-            train_mnist_rnn.connect_cpu_ranks(fsdp=False, zero=False)
+            train_mnist_rnn.connect_ranks()

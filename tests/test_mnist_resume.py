@@ -132,14 +132,22 @@ def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, 
     assert_same_end(resumed, undisturbed(strategy))
 
 
+def test_a_resumed_curve_does_not_go_back(tmp_path):
+    """The run is killed after it has logged step 32, and goes on from step 28."""
+    words = [*FLAGS, "--with_tracking"]
+    assert spied("baseline", SCRIPT, tmp_path, *words, ok=False, SPY_SIGNAL="SIGKILL 0 66").code
+    logged = spied("baseline", SCRIPT, tmp_path, *words, "--resume").events("loss")
+    assert [event.step for event in logged] == sorted({event.step for event in logged})
+
+
 # -------- checkpoints
 
 
 def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
-    """A rank is killed in the middle of a save; then the newest checkpoint is damaged and the power
-    was lost. What the killed save left is in no checkpoint, and what a user made stays.
+    """A rank is killed in the middle of a save. What that save left is in no checkpoint, and what a
+    user made stays.
     """
-    folder, own = tmp_path / "checkpoints", ["step_00000099-copy", "step_9"]
+    folder, own = tmp_path / "checkpoints", ["step_00000099-copy", "step_9", "step_notes"]
     killed = spied("zero3", SCRIPT, tmp_path, *FLAGS, SPY_SAVE="SIGKILL 3", ok=False)  # at step 21
     names = ["step_00000007", "step_00000014"]
     assert killed.code and checkpoints(tmp_path) == ["partial", *names]
@@ -147,80 +155,64 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(undisturbed, tmp_path):
     (folder / "partial" / "stray").touch()
     for name in own:
         (folder / name).mkdir()
-    (tmp_path / "run.json").write_text('{"status": ')
-    [file] = (folder / names[1]).rglob("*zero_pp_rank_0_*optim_states.pt")
-    file.write_bytes(file.read_bytes()[:-100])
-
-    line = spied("zero3", SCRIPT, tmp_path, *FLAGS, "--resume", ok=False).error_line()
-    assert f"cannot load {folder / names[1]}: " in line
-    assert line.endswith("If it is damaged, remove it, and --resume takes the one before")
-    shutil.rmtree(folder / names[1])
+    shutil.rmtree(folder / names[1])  # as a user does whose newest checkpoint is damaged
     stopped = spied("zero3", SCRIPT, tmp_path, *FLAGS, "--resume", SPY_SIGNAL="SIGTERM 0 0")
     assert step_of(stopped.record["resumed_from"]) == 7 and stopped.record["steps"] == 8
-    assert checkpoints(tmp_path) == [names[0], "step_00000008", *own]
+    assert checkpoints(tmp_path) == sorted([names[0], "step_00000008", *own])
     assert not list(folder.rglob("stray"))
-    shutil.rmtree(folder / names[0])
     resumed = spied("zero3", SCRIPT, tmp_path, *FLAGS, "--resume")
-    assert checkpoints(tmp_path) == ["step_00000042", "step_00000044", *own]
+    assert checkpoints(tmp_path) == sorted(["step_00000042", "step_00000044", *own])
     assert_same_end(resumed, undisturbed("zero3"))
 
 
 def newest(folder):
-    return max((folder / "checkpoints").glob("step_*"))
+    return max((folder / "checkpoints").glob(script.CHECKPOINT))
 
 
-DAMAGES = ["", "half", "gone", "of another kind"]  # or a text, which is all that is there
 FILES = ["optimizer.bin", "progress.json", "pytorch_model.bin", "random_states_0.pkl"]
 FILES += ["random_states_1.pkl", "scheduler.bin"]  # of DDP; a baseline has all but one
 
 
-@pytest.mark.parametrize(
-    "name, damage",
-    [
-        *(("random_states_0.pkl", damage) for damage in DAMAGES),
-        *(("progress.json", damage) for damage in [*DAMAGES, "[]", '{"run": 3}']),
-        *(pytest.param(name, "code", marks=SLOW) for name in FILES),
-    ],
-)
-def test_no_run_goes_on_without_its_random_states_and_its_progress(
-    name, damage, undisturbed, tmp_path
-):
-    """accelerate alone goes on without random states: with dropout it would be another run. And no
-    file of DDP's checkpoint runs code.
-    """
+@pytest.mark.parametrize("rank, damage", [(0, "half"), (1, "gone"), (1, "of another kind")])
+def test_no_run_goes_on_without_its_random_states(rank, damage, undisturbed, tmp_path):
+    """accelerate alone would go on: with dropout it would be another run."""
+    folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
+    shutil.rmtree(newest(folder))  # after its last step, no random number is drawn
+    assert sorted(file.name for file in newest(folder).iterdir()) == FILES
+    file = newest(folder) / f"random_states_{rank}.pkl"
+    if damage == "gone":
+        file.unlink()
+    elif damage == "half":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        torch.save({}, file)
+    line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
+    assert line.startswith(f"error: {file} is missing or damaged ")
+    assert line.endswith(f": remove {newest(folder)}, and --resume takes the one before")
 
+
+@SLOW
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_end_a_run_and_no_file_runs_code(name, undisturbed, tmp_path):
     class Spell:
         def __reduce__(self):  # what pickle makes of a file when it is loaded
             return open, (str(tmp_path / "sign"), "w")
 
     folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
-    shutil.rmtree(newest(folder))  # after its last step, no random number is drawn
-    assert sorted(file.name for file in newest(folder).iterdir()) == FILES
-    file = newest(folder) / name
-    if damage == "gone":
-        file.unlink()
-    elif damage in ("of another kind", "code"):
-        torch.save(Spell() if damage == "code" else {}, file)
-    elif damage == "half":
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    else:
-        file.write_text(damage)
-    line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
-    assert f"cannot load {newest(folder)}: " in line and "remove it" in line
+    torch.save(Spell(), newest(folder) / name)
+    assert launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).code
     assert not (tmp_path / "sign").exists()
 
 
 # -------- other settings, other devices
 
 
-@pytest.mark.parametrize("damage", [None, '{"a": ', "[1]", '{"workload": 3}', "[" * 100_000])
-def test_a_missing_or_damaged_record_is_no_reason_to_start_afresh(damage, undisturbed, tmp_path):
+def test_a_missing_record_is_no_reason_to_start_afresh(undisturbed, tmp_path):
     folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
-    if damage:
-        (folder / "run.json").write_text(damage)
     refused = launch("ddp", SCRIPT, folder, *FLAGS, ok=False)
     assert "holds another run: add --resume" in refused.error_line()
-    again = launch("ddp", SCRIPT, folder, *FLAGS, "--resume")
+    env = {"FSDP_VERSION": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}  # of another strategy
+    again = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", env=env)
     assert step_of(again.record["resumed_from"]) == 44
     assert again.record["began"] == undisturbed("ddp").record["began"], "the run's, not the job's"
     assert_same_end(again, undisturbed("ddp"))
@@ -230,21 +222,20 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
     """Only the first difference is named."""
     assert undisturbed("fsdp").record["strategy_options"]["reshard_after_forward"] == "true"
     keep = ["--fsdp_reshard_after_forward", "false"]
-    resharding = "{'reshard_after_forward': 'true'} -> {'reshard_after_forward': 'false'}"
+    resharding = "strategy option, reshard_after_forward: true -> false"
     one = ["--per_device_train_batch_size", 64]
     for was, now, flags, options, change in (
-        ("ddp", "ddp", ["--hidden_size", 32, "--seed", 1], {}, "model: lstm-64 -> lstm-32"),
+        ("ddp", "ddp", ["--hidden_size", 32, "--dropout", 0.1], {}, "dropout: 0.2 -> 0.1"),
         ("ddp", "fsdp", [], {}, "strategy: ddp -> fsdp"),
         ("ddp", "baseline", one, {}, "strategy: ddp -> baseline"),
         ("ddp", "ddp", [], {"processes": 1}, "global_batch_size: 64 -> 32"),
-        ("fsdp", "fsdp", [], {"launcher": keep}, f"strategy_options: {resharding}$"),
+        ("fsdp", "fsdp", [], {"launcher": keep}, resharding),
     ):
         folder = undisturbed(was).folder
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         words = [now, SCRIPT, folder, *FLAGS, "--resume", *flags]
         line = launch(*words, ok=False, **options).error_line()
-        assert re.search(f"^error: cannot resume with another {change}", line)
-        assert ";" not in line and "seed" not in line
+        assert line == f"error: cannot resume with another {change}"
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     # Also without its record: the checkpoint knows its settings.
@@ -253,24 +244,17 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
     line = launch("ddp", SCRIPT, folder, *words, ok=False).error_line()
     assert "cannot resume with another learning_rate: 0.005 -> 0.01" in line
 
-    # What a checkpoint has to say of itself is all there.
-    state = json.loads((newest(folder) / "progress.json").read_text())
-    for name in ("step", "losses", "began", "processes"):
-        left_out = {key: value for key, value in state.items() if key != name}
-        (newest(folder) / "progress.json").write_text(json.dumps(left_out))
-        line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
-        assert f"cannot load {newest(folder)}: KeyError: '{name}'" in line
-
-    # A run of an earlier version had no progress.json.
-    (newest(folder) / "progress.json").unlink()
-    old = undisturbed("ddp").record | {"version": "0.5.0", "status": "running"}
-    (folder / "run.json").write_text(json.dumps(old))
+    # A checkpoint of 0.6.0 had its settings, also the version, in one flat "run".
+    run = json.loads((newest(folder) / "progress.json").read_text())["run"]
+    old = {"run": {"version": "0.6.0", "strategy": "ddp"} | run["workload"], "processes": 2}
+    (newest(folder) / "progress.json").write_text(json.dumps(old))
     line = launch("ddp", SCRIPT, folder, *FLAGS, "--resume", ok=False).error_line()
-    assert f"cannot resume with another version: 0.5.0 -> {script.VERSION}" in line
+    assert line == f"error: cannot resume with another version: 0.6.0 -> {script.VERSION}"
 
     folder = killed_at_its_end(undisturbed("zero3"), tmp_path / "run")
-    line = launch("zero3", SCRIPT, folder, *FLAGS, "--resume", *one, processes=1, ok=False)
-    assert "a DP world size of 2 but the current world size is 1" in line.error_line()
+    words = [*FLAGS, "--resume", *one]
+    refused = launch("zero3", SCRIPT, folder, *words, processes=1, ok=False)
+    assert refused.code and "a DP world size of 2 but the current world size is 1" in refused.err
 
     folder = undisturbed("ddp").folder
     before = (folder / "run.json").read_bytes()
@@ -327,10 +311,10 @@ def test_a_run_goes_on_with_other_devices(strategy, before, after, by_48, tmp_pa
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *slow("zero3")])
-def test_a_loss_that_is_none_ends_all_ranks_before_it_is_saved(strategy, undisturbed, tmp_path):
+def test_a_nan_loss_ends_all_ranks_before_it_is_saved(strategy, undisturbed, tmp_path):
     """On one rank, in step 34: the ranks see it at the next log, which is that of a save."""
     failed = spied(strategy, SCRIPT, tmp_path, *FLAGS, SPY_NAN="1 33", ok=False)
-    assert "the training loss of step 34 is nan" in failed.error_line()
+    assert failed.error_line().startswith("error: the loss of step 34 is not finite")
     record = failed.record
     assert record["status"] == "failed"
     assert len(record["loss_history"]) == 33

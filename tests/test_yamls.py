@@ -58,6 +58,7 @@ def baseline(tmp_path_factory):
     [
         ("ddp", None, "MULTI_GPU", {}),
         ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2}),
+        ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}}),
         ("zero1", NORM, "DEEPSPEED", zero(1, gradient_clipping=NORM)),
         ("zero2", None, "DEEPSPEED", zero(2)),
         ("zero3", NORM, "DEEPSPEED", zero(3, gradient_clipping=NORM)),
@@ -69,26 +70,56 @@ def baseline(tmp_path_factory):
 def test_what_a_yaml_changes_is_honoured_and_recorded(
     strategy, clipped, kind, settings, baseline, tmp_path
 ):
-    # Another number of steps in a JSON does not count, but the flag of the script.
-    if "zero_optimization" in settings:
-        settings = settings | {"gradient_accumulation_steps": 4}
     run = launch(written(tmp_path, kind, **settings), SCRIPT, tmp_path / "run", *FLAGS)
     record = run.record
     assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
+    assert record["gradient_accumulation_steps"] == 1
+    assert record["strategy_options"].get("cpu_ram_efficient_loading", "false") == "false"
     assert run.losses == pytest.approx(baseline(clipped), rel=2e-5)
     if clipped:
         assert run.losses != pytest.approx(baseline(None), rel=1e-4), "clipping changes the losses"
 
 
-DP = {"dynamo_config": {"dynamo_mode": "data_parallel"}, "num_processes": 1}
-ADAM = {"optimizer": {"type": "Adam"}}
-RAM = FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}
-MASKS = FSDP_2 | {"fsdp_activation_checkpointing": True}
-LAYERS = FSDP_2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+ACCUMULATE = ["--gradient_accumulation_steps", "4"]
+TYPED = ["--gradient_accumulation_steps", "2"]
+IN_JSON = JSON | {"gradient_accumulation_steps": 4}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-BUCKETS = {"stage": 2, "reduce_bucket_size": "auto"}
-ACCUMULATE, BF16 = ["--gradient_accumulation_steps", "4"], ["--mixed_precision", "bf16"]
-FP16 = ["--mixed_precision", "fp16"]
+
+
+@pytest.mark.parametrize(
+    "kind, settings, launcher, flags, counts",
+    [
+        ("MULTI_GPU", {}, ACCUMULATE, [], 1),  # accelerate hands it to DeepSpeed's ranks alone
+        ("MULTI_GPU", {}, [], TYPED, 2),
+        ("DEEPSPEED", zero(2, gradient_accumulation_steps=4), [], [], 4),
+        ("DEEPSPEED", zero(2, gradient_accumulation_steps=4), [], TYPED, 2),
+        ("DEEPSPEED", zero(2), ACCUMULATE, [], 4),
+        ("DEEPSPEED", IN_JSON, [], [], 4),
+        ("DEEPSPEED", IN_JSON, [], TYPED, 2),
+    ],
+)
+def test_the_accumulation_that_is_typed_counts_or_else_the_launchers(
+    kind, settings, launcher, flags, counts, tmp_path
+):
+    """DeepSpeed itself would go its own way. The losses are those of whole batches."""
+    yaml, batch = written(tmp_path, kind, **settings), 64 // counts
+    words = [*FLAGS, "--per_device_train_batch_size", batch, "--max_train_steps", 3, *flags]
+    run = launch(yaml, SCRIPT, tmp_path / "run", *words, launcher=launcher)
+    assert run.record["gradient_accumulation_steps"] == counts and len(run.losses) == 3
+    whole = [*FLAGS, "--per_device_train_batch_size", 128, "--max_train_steps", 3]
+    expected = launch("baseline", SCRIPT, tmp_path / "whole", *whole).losses
+    assert run.losses == pytest.approx(expected, rel=2e-5)
+
+
+def test_the_whole_json_of_deepspeed_is_recorded(tmp_path):
+    yaml = written(tmp_path, "DEEPSPEED", **JSON | AUTOCAST)
+    run = launch(yaml, SCRIPT, tmp_path / "run", *FLAGS, "--max_train_steps", 1)
+    assert run.record["strategy_options"]["torch_autocast"]["enabled"] is True
+
+
+DP = {"dynamo_config": {"dynamo_mode": "data_parallel"}, "num_processes": 1}
+MASKS = FSDP_2 | {"fsdp_activation_checkpointing": True}
+BF16, FP16 = ["--mixed_precision", "bf16"], ["--mixed_precision", "fp16"]
 SIZES = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
 CONTEXT = {"fsdp_config": FSDP_2, "parallelism_config": SIZES}
 
@@ -96,28 +127,16 @@ CONTEXT = {"fsdp_config": FSDP_2, "parallelism_config": SIZES}
 @pytest.mark.parametrize(
     "kind, settings, launcher, flags, sentence",
     [
-        ("MULTI_CPU", {"use_cpu": True}, [], [], "each would train alone"),
-        ("MULTI_GPU", {}, ["--cpu"], [], "each would train alone"),
-        ("NO", {}, [], [], "each would train alone"),
-        ("NO", DP, BF16, [], "in fp16, not in bf16: use ddp.yaml"),
+        ("MULTI_CPU", {"use_cpu": True}, [], [], "each process would train alone"),
+        ("MULTI_GPU", {}, ["--cpu"], [], "each process would train alone"),
+        ("NO", {}, [], [], "each process would train alone"),
+        ("NO", DP, BF16, [], "in fp16 instead of bf16: use ddp.yaml"),
         ("NO", {"num_processes": 1}, FP16, [], "fp16 needs a GPU"),
-        ("MULTI_GPU", {"mixed_precision": "fp16"}, [], [], "fp16 needs a GPU"),
         ("FSDP", {"fsdp_config": FSDP_2}, FP16, [], "fp16 needs a GPU"),
-        ("DEEPSPEED", zero(2), FP16, [], "fp16 needs a GPU"),
         ("DEEPSPEED", JSON | {"fp16": {"enabled": True}}, [], [], "fp16 needs a GPU"),
         ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version must be 2"),
-        ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "s --activation_checkpointing"),
-        ("FSDP", {"fsdp_config": LAYERS}, [], [], "layer class LlamaDecoderLayer in the model"),
-        ("FSDP", {"fsdp_config": RAM}, [], [], "fsdp_cpu_ram_efficient_loading: false"),
-        ("FSDP", CONTEXT, [], [], "only dp_replicate_size and dp_shard_size may be above 1"),
-        ("DEEPSPEED", zero(2), ACCUMULATE, [], "leave out the launcher's"),
-        ("DEEPSPEED", zero(2), [], ACCUMULATE, "leave out the launcher's"),
-        ("DEEPSPEED", JSON | ADAM, [], [], "DeepSpeed's JSON may not have optimizer, only bf16"),
-        ("DEEPSPEED", JSON | AUTOCAST, [], [], "DeepSpeed's JSON may not have torch_autocast, on"),
-        ("DEEPSPEED", JSON | {"zero_optimization": {}}, [], [], "a stage from 0 to 3"),
-        ("DEEPSPEED", JSON | {"zero_optimization": {"stage": 4}}, [], [], "a stage from 0 to 3"),
-        ("DEEPSPEED", JSON | {"train_batch_size": 32}, [], [], "train_batch_size is not equal"),
-        ("DEEPSPEED", JSON | {"zero_optimization": BUCKETS}, [], [], "zation.reduce_bucket_size'"),
+        ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "needs --dropout 0"),
+        ("FSDP", CONTEXT, [], [], "context and sequence parallelism are not supported"),
     ],
 )
 def test_what_would_be_another_run_is_refused_and_leaves_nothing(
@@ -125,5 +144,4 @@ def test_what_would_be_another_run_is_refused_and_leaves_nothing(
 ):
     folder, yaml = tmp_path / "run", written(tmp_path, kind, **settings)
     run = launch(yaml, SCRIPT, folder, *FLAGS, *flags, launcher=launcher, ok=False)
-    [line] = {line for line in run.err.splitlines() if line.startswith("error: ")}
-    assert run.code and sentence in line and not (folder / "run.json").exists()
+    assert sentence in run.error_line() and not folder.exists()
