@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/fsdp.yaml train_bert_squad.py
     python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
-BERT finds the answer to a question in a text. A run leaves in OUTPUT_DIR: run.json (what ran, how
-long it took, the loss of each step), predictions.json, the model, best/ (the model of the epoch
-with the lowest validation loss), and checkpoints/ (the two newest, for --resume).
+BERT finds the answer to a question in a text. A run leaves in OUTPUT_DIR: run.json (its record),
+predictions.json, the model, best/ (the model of the epoch with the lowest validation loss), and
+checkpoints/ (the two newest, for --resume).
 
 A rank is one of the processes that train together. Functions marked "A collective" must be called
 by every rank, or the others hang.
@@ -32,6 +32,7 @@ import unicodedata
 import zlib
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,12 +58,12 @@ def main(args):
     accelerator.state.dynamo_plugin.dynamic = None  # otherwise torch gives up after 8 widths
     # Rank 0 fills the caches; then one rank of each node loads, and then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
-        config, tokenizer, train_questions, eval_questions = load_inputs(args)
-    check_inputs(args, config, tokenizer, train_questions, eval_questions)
-    metric = make_metric(args.version_2_with_negative)
+        config, tokenizer, train_rows, eval_rows = load_inputs(args)
+    check_inputs(args, config, tokenizer, train_rows, eval_rows)
+    metric = SquadMetric(args.version_2_with_negative)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
-        eval_set = Features(eval_questions, tokenizer, args)
-        train_set = Features(train_questions, tokenizer, args) if train_questions else eval_set
+        eval_set = Features(eval_rows, tokenizer, args)
+        train_set = eval_set if train_rows is None else Features(train_rows, tokenizer, args)
         run = describe_run(accelerator, strategy, args)
         utils.set_seed(args.seed)  # all ranks start with the same weights
         model = load_model(args, config)
@@ -104,11 +105,11 @@ def main(args):
 
     for epoch in range(len(progress.evaluations), epochs):
         model.train()
-        train_loader.set_epoch(epoch)  # first: skip_first_batches does not pass it on
+        train_loader.set_epoch(epoch)  # first, as skip_first_batches does not pass it on
         done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before this process
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
         last_step = min((epoch + 1) * steps_per_epoch, steps)
-        batches = itertools.islice(batches, (last_step - progress.step) * micro_batches)
+        batches = itertools.islice(batches, (steps - progress.step) * micro_batches)
         losses, sizes, norm = [], [], None
         began = time.perf_counter()
         for inputs, spans, size in batches:
@@ -136,7 +137,7 @@ def main(args):
                     step = len(progress.losses) + 1
                     abort(f"the loss of step {step} is not finite: lower --learning_rate")
                 count_tokens(accelerator, sizes, progress)
-                stopping = utils.gather_object(signals)  # of any rank
+                stopping = bool(utils.gather_object(signals))  # of any rank
                 if saving or stopping:
                     save_checkpoint(accelerator, run, progress)
                 if stopping:
@@ -176,9 +177,7 @@ def count_tokens(accelerator, sizes, progress):
 
 @torch.no_grad()
 def validate(accelerator, args, model, loader, metric, run, progress, signals):
-    """Exact match, F1 and the loss on the validation questions. Rank 0 writes predictions.json. A
-    signal ends the run. A collective.
-    """
+    """Exact match, F1 and the validation loss. Rank 0 writes predictions.json. A collective."""
     began = time.perf_counter()
     model.eval()
     rows = []
@@ -213,9 +212,7 @@ def validate(accelerator, args, model, loader, metric, run, progress, signals):
 
 
 def span_logits(model, inputs):
-    """The logits of an answer's start and end at each token, float32 [batch, width, 2]. They are
-    lowest on padding, so that the width of a batch changes nothing.
-    """
+    """The logits of start and end, float32 [batch, width, 2]. On padding they are the lowest."""
     logits = torch.stack(model(**inputs, return_dict=False), 2).float()
     hidden = ~inputs["attention_mask"][:, 0, 0, :, None]
     return logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
@@ -267,6 +264,12 @@ def choose_answers(rows, features, version_2):
 class SquadMetric(evaluate.Metric):
     """SQuAD's exact match and F1 in percent. evaluate.load("squad") would need a network."""
 
+    def __init__(self, version_2):
+        # It makes a folder, and never needs it. HF_HOME may be read-only.
+        with tempfile.TemporaryDirectory() as folder:
+            version = "v2.0" if version_2 else "v1.1"
+            super().__init__(version, keep_in_memory=True, cache_dir=folder)
+
     def _info(self):
         text = datasets.Value("string")
         features = datasets.Features({"predictions": text, "references": [text]})
@@ -276,7 +279,7 @@ class SquadMetric(evaluate.Metric):
         exact, f1 = [], []
         for prediction, texts in zip(predictions, references, strict=True):
             words, right = answer_words(prediction), [answer_words(text) for text in texts]
-            if self.config_name == "v2.0":  # texts of nothing but articles and punctuation are none
+            if self.config_name == "v2.0":  # a text of only articles and punctuation does not count
                 right = [others for others in right if others] or [[]]
             exact.append(words in right)
             f1.append(max(self.word_f1(words, others) for others in right))
@@ -288,13 +291,6 @@ class SquadMetric(evaluate.Metric):
             return float(words == others)
         same = (collections.Counter(words) & collections.Counter(others)).total()
         return 2 * same / (len(words) + len(others)) if same else 0.0
-
-
-def make_metric(version_2):
-    """SQuAD's metric. It makes a folder, needs none afterwards, and may not write into HF_HOME."""
-    with tempfile.TemporaryDirectory() as folder:
-        version = "v2.0" if version_2 else "v1.1"
-        return SquadMetric(version, keep_in_memory=True, cache_dir=folder)
 
 
 def answer_words(text):
@@ -316,16 +312,16 @@ def load_inputs(args):
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **outputs)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     trains = args.num_epochs or args.max_train_steps
-    train_questions = read_questions(args, "train") if trains else []
-    return config, tokenizer, train_questions, read_questions(args, "validation")
+    train_rows = read_questions(args, "train") if trains else None
+    return config, tokenizer, train_rows, read_questions(args, "validation")
 
 
 def load_model(args, config):
-    """BERT with a new head, or the one it has, in float32: precision is the launcher's."""
+    """BERT with its own question-answering head, or a new one, in float32."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
     config.num_labels = 2  # an answer's start and its end
     config._attn_implementation = "sdpa"  # eager attention would add a bool mask
-    transformers.integrations.unset_hf_deepspeed_config()  # ZeRO-3 would draw another new head
+    transformers.integrations.unset_hf_deepspeed_config()  # or ZeRO-3 draws another new head
     if args.from_scratch:
         model = transformers.BertForQuestionAnswering(config)
     else:
@@ -377,30 +373,35 @@ def read_squad(file):
                 yield row
 
 
-def check_inputs(args, config, tokenizer, train_questions, eval_questions):
+def check_inputs(args, config, tokenizer, train_rows, eval_rows):
     """Refuse a model and questions from which BERT would silently learn something wrong."""
-    name, longest = args.model_name_or_path, args.max_seq_length
+    name = args.model_name_or_path
     if config.model_type != "bert" or not tokenizer.is_fast:
         abort(f"{name} is not a BERT model with a fast tokenizer")
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.sep_token_id]
     if tokenizer(" ", " ")["input_ids"] != special:  # the labels rely on their places
         abort(f"the tokenizer of {name} does not write [CLS] question [SEP] context [SEP]")
-    if longest > config.max_position_embeddings:
-        abort(f"--max_seq_length {longest} is more than the positions of {name}")
-    for split, questions in (("training", train_questions), ("validation", eval_questions)):
-        missing, misplaced = [], []
+    if args.max_seq_length > config.max_position_embeddings:
+        abort(f"--max_seq_length exceeds the {config.max_position_embeddings} positions of {name}")
+    if not 5 < len(tokenizer) <= config.vocab_size:  # without vocab.txt, it has 5 special tokens
+        abort(f"the tokenizer of {name} has {len(tokenizer)} tokens, which do not fit the model")
+    splits = {"training": train_rows or [], "validation": eval_rows}
+    for split, questions in splits.items():
+        missing, wrong = [], []
         for question in questions:
             texts, starts = question["answers"]["text"], question["answers"]["answer_start"]
-            if not texts or not texts[0].strip():
+            if not texts:
                 missing.append(question["id"])
-            elif starts[0] < 0 or not question["context"].startswith(texts[0], starts[0]):
-                misplaced.append(question["id"])
+            elif not texts[0].strip() or starts[0] < 0:
+                wrong.append(question["id"])
+            elif not question["context"].startswith(texts[0], starts[0]):
+                wrong.append(question["id"])
         if missing and not args.version_2_with_negative:
             which = f"{len(missing)} {split} questions have no answer, such as {missing[0]}"
             abort(f"{which}: if this is SQuAD v2.0, add --version_2_with_negative")
-        if misplaced:
-            which = f"{len(misplaced)} {split} questions, such as {misplaced[0]}"
-            abort(f"{which}, have an answer that is not at its answer_start")
+        if wrong:
+            which = f"{len(wrong)} {split} questions, such as {wrong[0]}"
+            abort(f"{which}, have a first answer that is blank, or not at its answer_start")
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -543,11 +544,12 @@ class LengthSampler(Sampler):
 
 def make_loaders(args, train_set, eval_set, run):
     """The DataLoaders of both splits. The ranks share each of their batches."""
-    sampler, global_batch = None, run["global_batch_size"]
+    sampler = None
     if train_set is not eval_set:  # the run does not only evaluate
-        if global_batch > len(train_set):
-            abort(f"the global batch ({global_batch}) is larger than the data ({len(train_set)})")
-        sampler = LengthSampler(train_set.columns["length"], global_batch, args.seed)
+        batch, samples = run["global_batch_size"], len(train_set)
+        if batch > samples:
+            abort(f"the global batch ({batch}) is larger than the training set ({samples})")
+        sampler = LengthSampler(train_set.columns["length"], batch, args.seed)
     by_length = eval_set.columns["length"].argsort(descending=True, stable=True).tolist()
     # With a generator of their own, loaders leave alone the one that dropout uses.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
@@ -561,13 +563,12 @@ def make_loaders(args, train_set, eval_set, run):
 def describe_workload(args, config, train_set, eval_set):
     """The work of this script, which a resumed run must have in common with the one before."""
     file = args.train_file or args.validation_file
+    hub_name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     return {
         "model": Path(args.model_name_or_path).name
         + (", from scratch" if args.from_scratch else ""),
-        "dataset": Path(file).name if file else "rajpurkar/squad",
-        "questions": len(train_set.questions),
+        "dataset": Path(file).name if file else hub_name,
         "samples": len(train_set),
-        "eval_questions": len(eval_set.questions),
         "eval_samples": len(eval_set),
         "features": f"{train_set.checksum:08x}, {eval_set.checksum:08x}",
         "version_2": args.version_2_with_negative,
@@ -601,7 +602,12 @@ def parse_args():
     add("--per_device_train_batch_size", type=positive_int, default=4, help="per micro-batch")
     add("--per_device_eval_batch_size", type=positive_int, default=32, help="per batch")
     add("--learning_rate", type=positive_float, default=3e-5, help="the peak; falls linearly to 0")
-    add("--num_warmup_steps", type=non_negative_int, default=0, help="rises linearly from 0")
+    add(
+        "--num_warmup_steps",
+        type=non_negative_int,
+        default=0,
+        help="steps in which it rises from 0",
+    )
     add("--weight_decay", type=share, default=0.0, help="AdamW's")
     add("--logging_steps", type=positive_int, default=10, help="log and heed signals every N steps")
     args = parser.parse_args()
@@ -619,21 +625,19 @@ VERSION = "0.7.0"  # CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # a folder with any other name is not a checkpoint
 
 
-def between(kind, lowest, highest):
-    """An argparse type: a number in this range."""
-
-    def number(text):
+def number(kind, lowest, highest, text):
+    """Read the number of a flag, for argparse."""
+    with contextlib.suppress(ValueError):
         if lowest <= kind(text) <= highest:
             return kind(text)
-        raise argparse.ArgumentTypeError(f"{text} is not between {lowest:,} and {highest:,}")
+    what = "a whole number" if kind is int else "a number"
+    raise argparse.ArgumentTypeError(f"{text} is not {what} between {lowest:,} and {highest:,}")
 
-    return number
 
-
-positive_int = between(int, 1, 2**31 - 1)
-non_negative_int = between(int, 0, 2**31 - 1)
-positive_float = between(float, 1e-30, 1e30)
-share = between(float, 0, 1)
+positive_int = partial(number, int, 1, 2**31 - 1)
+non_negative_int = partial(number, int, 0, 2**31 - 1)
+positive_float = partial(number, float, 1e-30, 1e30)
+share = partial(number, float, 0, 1)
 
 
 def add_common_args(parser):
@@ -667,32 +671,31 @@ class Progress:
     train_seconds: float = 0.0  # without evaluations and saving
     eval_seconds: float = 0.0
     counts: dict = field(default_factory=dict)  # what only this script records
-    startup_seconds: float | None = None  # a resumed run measures this and the next one anew
-    peak_memory: float | None = None  # in MB, during training
+    peak_memory: float | None = None  # in MB, during training; --resume measures it anew
 
 
 def connect_ranks():
     """Connect the processes that the launcher started, over gloo if they have no GPU."""
     env = os.environ
-    # If the launcher, a Python program, is killed, stop too. A shell may exit before the run does.
+    # Stop if the launcher is killed. A shell, which is not Python, may exit before the run does.
     launched = "LOCAL_RANK" in env or "ACCELERATE_MIXED_PRECISION" in env
     with contextlib.suppress(OSError):  # the parent may be another user's
-        if launched and "python" in os.readlink(f"/proc/{os.getppid()}/exe"):
+        if launched and "python" in Path(os.readlink(f"/proc/{os.getppid()}/exe")).name:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    # Without LOCAL_RANK, accelerate connects nothing. Its launcher sets MASTER_ADDR even when it
-    # ignores --num_processes and starts one process.
+    # accelerate connects nothing without LOCAL_RANK, though its launcher may set MASTER_ADDR.
     several = env.get("WORLD_SIZE", "1") != "1" or env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if env.get("LOCAL_RANK", "-1") == "-1" and (several or "MASTER_ADDR" in env):
-        abort("each process would train alone: use ddp.yaml, or unset WORLD_SIZE and MASTER_ADDR")
-    cores, ranks = sorted(os.sched_getaffinity(0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        advice = "use ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
+        abort(f"each process would train alone: {advice}")
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
     if ranks > len(cores):
         say(f"warning: {ranks} ranks share {len(cores)} core(s): is OMP_PROC_BIND set?")
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
-        PartialState()
-        return
+        return PartialState()
     if 1 < ranks <= len(cores):  # a rank is faster on cores of its own
         os.sched_setaffinity(0, cores[int(env["LOCAL_RANK"]) :: ranks])
     env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no GPU
@@ -706,11 +709,12 @@ def connect_ranks():
         state.distributed_type = utils.DistributedType.MULTI_GPU
     if torch.cuda.device_count():
         abort(f"torch {torch.__version__} cannot use the GPU here: is its driver too old?")
+    return state
 
 
 def make_accelerator(args):
     """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
-    # accelerate has no DP: dp.yaml marks itself with a mode that torch.compile must not see.
+    # accelerate has no DP: dp.yaml marks itself with a dynamo mode that torch.compile would reject.
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
     if dp:
         del os.environ["ACCELERATE_DYNAMO_MODE"]
@@ -739,18 +743,18 @@ def make_accelerator(args):
     elif accelerator.distributed_type == utils.DistributedType.FSDP:
         strategy = "hsdp" if accelerator.parallelism_config else "fsdp"
         plugin = accelerator.state.fsdp_plugin
-        if plugin.activation_checkpointing and args.dropout:  # it draws other masks again
-            abort("fsdp_activation_checkpointing needs --dropout 0; BERT has a flag of its own")
+        if plugin.activation_checkpointing and args.dropout:  # the second pass draws other masks
+            abort("fsdp_activation_checkpointing needs --dropout 0; see BERT's own flag")
         if not torch.cuda.is_available():
             plugin.cpu_offload.pin_memory = False  # pinning needs a GPU
     elif accelerator.distributed_type != utils.DistributedType.NO:
         strategy = "ddp"
     args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps
-    precision, sizes = accelerator.mixed_precision, accelerator.parallelism_config
-    if precision == "fp16" and not torch.cuda.is_available():
+    if accelerator.mixed_precision == "fp16" and not torch.cuda.is_available():
         abort("fp16 needs a GPU; without one, accelerate would compute in fp32: use bf16 or no")
-    if precision == "bf16" and strategy == "dp":
+    if accelerator.mixed_precision == "bf16" and strategy == "dp":
         abort("the threads of dp would compute in fp16 instead of bf16: use ddp.yaml")
+    sizes = accelerator.parallelism_config
     if sizes and sizes.non_data_parallel_size > 1:  # several ranks would get the same samples
         abort("tensor, context and sequence parallelism are not supported: set their sizes to 1")
     if args.with_tracking and not accelerator.log_with:
@@ -766,17 +770,18 @@ def configure_deepspeed(accelerator, args):
     if config["gradient_accumulation_steps"] != "auto" and not args.gradient_accumulation_steps:
         accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
     config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
-    if config.get("gradient_clipping", "auto") == "auto":
-        config["gradient_clipping"] = 0.0  # accelerate would clip to 1.0
+    clipping = args.max_grad_norm or config.get("gradient_clipping", "auto")
+    config["gradient_clipping"] = 0.0 if clipping == "auto" else clipping  # not accelerate's 1.0
+    args.max_grad_norm = config["gradient_clipping"] or None
     if args.max_grad_norm:
-        config["gradient_clipping"] = args.max_grad_norm
         zero.pop("compute_grad_norm", None)  # clipping needs the norm
-    args.max_grad_norm = config["gradient_clipping"] or None  # a YAML may clip, too
     return zero["stage"]
 
 
 def describe_run(accelerator, strategy, args):
     """What run.json says from the start. Call it before there is a model: it notes the memory."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     devices = accelerator.num_processes
     if strategy == "dp":  # one process uses all the GPUs that it sees
         devices = max(1, torch.cuda.device_count())
@@ -787,14 +792,14 @@ def describe_run(accelerator, strategy, args):
     options = {}
     if strategy.startswith("zero"):  # DeepSpeed's JSON, without what the record says elsewhere
         options = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
-        elsewhere = "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print"
-        for name in (*elsewhere, "gradient_accumulation_steps", "gradient_clipping"):
+        elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
+        for name in [*elsewhere, "train_batch_size", "train_micro_batch_size_per_gpu"]:
             options.pop(name, None)
         options |= options.pop("zero_optimization")
-    prefixes = {"fsdp": ["FSDP_"], "hsdp": ["FSDP_", "PARALLELISM_CONFIG_"]}
-    for prefix in prefixes.get(strategy, []):
-        names = [name for name in os.environ if name.startswith(prefix)]
-        options |= {name.removeprefix(prefix).lower(): os.environ[name] for name in names}
+    prefixes = {"fsdp": "FSDP_", "hsdp": ("FSDP_", "PARALLELISM_CONFIG_")}
+    for name, value in os.environ.items():
+        if name.startswith(prefixes.get(strategy, ())):
+            options[re.sub("FSDP_|PARALLELISM_CONFIG_", "", name).lower()] = value
     dynamo = accelerator.state.dynamo_plugin.backend.value.lower()
     compute = {"precision": accelerator.mixed_precision, "dynamo": dynamo}
     names = ["num_epochs", "max_train_steps", "max_grad_norm", "seed", "dropout"]
@@ -821,12 +826,12 @@ def describe_run(accelerator, strategy, args):
         "argv": sys.argv,
         "versions": versions,
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-        "memory_before_mb": peak_memory(reset=True),
+        "memory_before_mb": peak_memory(),
     }
 
 
 def settings(run):
-    """What a resumed run must have in common with the one before."""
+    """The settings that a resumed run must share with the run that it continues."""
     values = {name: run.get(name) for name in ("version", "strategy", "global_batch_size")}
     for name, value in run.get("strategy_options", {}).items():
         values[f"strategy option, {name}"] = value
@@ -836,7 +841,8 @@ def settings(run):
 def open_folder(accelerator, args, run):
     """Lock OUTPUT_DIR. Returns its newest checkpoint, "completed", or None. A collective."""
     folder = Path(args.output_dir)
-    locked, checkpoint, status = True, None, None
+    locked = True
+    checkpoint = status = None
     if accelerator.is_main_process:  # on a network disk, other nodes may see an older state
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
@@ -854,12 +860,14 @@ def open_folder(accelerator, args, run):
         abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
     if (checkpoint or status) and not args.resume:
         abort(f"{folder} holds another run: add --resume, or change --output_dir")
-    if checkpoint:
-        saved = json.loads(Path(checkpoint, "progress.json").read_bytes())
-        before = settings(saved["run"])
-        for name, value in settings(run).items():
-            if before.get(name) != value:
-                abort(f"cannot resume with another {name}: {before.get(name)} -> {value}")
+    if checkpoint or status == "completed":
+        file = Path(checkpoint, "progress.json") if checkpoint else folder / "run.json"
+        saved = json.loads(file.read_bytes())
+        before = settings(saved.get("run", saved))
+        now = settings(run)
+        for name in now | before:
+            if before.get(name) != now.get(name):
+                abort(f"cannot resume with another {name}: {before.get(name)} -> {now.get(name)}")
     if accelerator.is_main_process:
         shutil.rmtree(folder / "checkpoints" / "partial", ignore_errors=True)  # of a killed run
     return "completed" if status == "completed" else checkpoint
@@ -872,8 +880,9 @@ def load_checkpoint(accelerator, checkpoint):
     say(f"resuming from {checkpoint}")
     saved = json.loads(Path(checkpoint, "progress.json").read_bytes())
     if saved["run"]["processes"] == accelerator.num_processes:
-        # accelerate 1.15 would go on with other dropout masks (accelerate#4283).
-        file, lost = f"{checkpoint}/random_states_{accelerator.process_index}.pkl", []
+        # Without it, accelerate 1.15 would go on with other dropout masks (accelerate#4283).
+        file = f"{checkpoint}/random_states_{accelerator.process_index}.pkl"
+        lost = []
         try:
             utils.load(file)["torch_manual_seed"]
         except Exception as problem:
@@ -891,7 +900,7 @@ def start_profiler(accelerator, args):
     if not args.profile:
         return SimpleNamespace(step=lambda: None, stop=lambda: None)
     file = Path(args.output_dir, "traces", f"profile_{accelerator.process_index}.json")
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=12, active=5, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
@@ -930,7 +939,7 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
 
 
 def batches_to_evaluate(accelerator, loader, run, progress, signals):
-    """The batches of an evaluation. A signal ends the run, as --resume repeats it. A collective."""
+    """The batches of an evaluation, which a signal cuts short: it ends the run. A collective."""
     said = time.perf_counter()  # how far it is, once a minute
     for done, batch in enumerate(loader):
         if utils.gather_object(signals):  # of any rank
@@ -945,11 +954,11 @@ def save_checkpoint(accelerator, run, progress):
     """Save what --resume needs. The folder gets its name when it is complete. A collective."""
     folder = Path(accelerator.project_dir, "checkpoints")
     partial = folder / "partial"
-    accelerator.save_state(partial, safe_serialization=False)  # safetensors ignores the umask
+    accelerator.save_state(partial, safe_serialization=False)  # safetensors have mode 0600
     if accelerator.is_main_process:
         # As JSON: what accelerate registers for checkpoints could run code when it is loaded.
-        values = asdict(progress) | {"startup_seconds": None, "peak_memory": None}
-        (partial / "progress.json").write_text(json.dumps({"run": run, "progress": values}))
+        state = {"run": run, "progress": asdict(progress) | {"peak_memory": None}}
+        (partial / "progress.json").write_text(json.dumps(state))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.rename(folder / f"step_{progress.step:08d}")
@@ -961,10 +970,9 @@ def save_model(accelerator, model, folder):
     """Save the weights in fp32, gathered from all ranks. A collective."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        weights = {
-            name.replace("_orig_mod.", ""): weight.float().cpu().contiguous()  # torch.compile's
-            for name, weight in weights.items()
-        }
+        # torch.compile adds a prefix to the names.
+        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
+        weights = {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
         os.makedirs(folder, exist_ok=True)
         write_file(f"{folder}/model.safetensors", safetensors.torch.save(weights, {"format": "pt"}))
 
@@ -976,13 +984,10 @@ def write_file(path, content):
     partial.replace(path)
 
 
-def peak_memory(reset=False):
+def peak_memory():
     """The most MB that this process has held on its (first) GPU, or CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
-    if reset:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(sizes[0]) * 1024 / 1e6
 
@@ -992,16 +997,17 @@ def write_record(accelerator, run, progress, status):
     # psutil rounds the time of the boot, and with it the start: the difference is exact.
     started = psutil.Process().create_time() - psutil.boot_time()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # of this process, imports included
-    progress.startup_seconds = progress.startup_seconds or age
+    run.setdefault("startup_seconds", age)
+    record = run | progress.counts
     rank = {"rank": accelerator.process_index, "host": os.uname().nodename}
     rank |= {"device_name": run["device_name"], "cores": len(os.sched_getaffinity(0))}
     rank |= {"real": age, "user": os.times().user, "sys": os.times().system}
-    rank |= {"memory_before_mb": run["memory_before_mb"], "peak_memory_mb": progress.peak_memory}
+    rank["memory_before_mb"] = record.pop("memory_before_mb")
+    rank["peak_memory_mb"] = progress.peak_memory
     ranks = utils.gather_object([rank])
     rate = statistics.median(progress.rates or [0])  # the median leaves out the warm-up
-    seconds = {"startup": progress.startup_seconds, "total": age}
+    seconds = {"startup": record.pop("startup_seconds"), "total": age}
     seconds |= {"train": progress.train_seconds, "eval": progress.eval_seconds}
-    record = run | progress.counts
     record |= {
         "status": status,
         "began": progress.began,
@@ -1028,7 +1034,7 @@ def end_run(accelerator, run, progress, status):
 
 
 def say(line):
-    """Print a line on rank 0. No run depends on it: the reader may be gone, or the disk full."""
+    """Print a line on rank 0. It never fails: the reader may be gone, or the disk full."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError, ValueError):
             print(line, flush=True)
@@ -1053,8 +1059,8 @@ def cli():
             raise
         _ = end
     with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    # `_` holds the model: gloo may hang while it is freed, or at Python's end (pytorch#56297).
+        print(end="", flush=True)
+    # `_` keeps the model: gloo may hang while it is freed, and at Python's end (pytorch#56297).
     os._exit(0)
 
 

@@ -136,7 +136,7 @@ def test_the_record_is_complete(runs):
     assert record["parameters"] == sum(map(torch.numel, result.weights.values()))
     assert set(record["metrics"]) == {"exact_match", "f1", "eval_loss"}
     workload = record["workload"]
-    assert (workload["questions"], workload["model"]) == (132, "tiny_bert, from scratch")
+    assert workload["model"] == "tiny_bert, from scratch"
     assert (workload["max_train_steps"], workload["num_epochs"]) == (STEPS, 4)
     assert len(record["steps_per_second"]) == 3, "10, 13 (the epoch's end), 18"
     assert [*result.logged("loss")] == [10, 13, 18] and [*result.logged("f1")] == [13, 18]

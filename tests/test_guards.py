@@ -86,12 +86,15 @@ def test_a_rank_whose_launcher_died_saves_and_stops(launcher, number, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_its_shell_ends(tmp_path):
-    """Also where a launcher's variable is exported. The shell waits for the first step."""
+    """Also where a launcher's variable is exported, and somebody cleans up the lock. The shell
+    waits for the first step.
+    """
     steps, words = tmp_path / "steps", " ".join([sys.executable, *LONG, str(tmp_path / "run")])
     wait = f"while [ ! -e {steps} ]; do sleep 0.2; done"
     shell = ["sh", "-c", f"{words} --max_train_steps 60 & {wait}"]
     begin(shell, tmp_path, ACCELERATE_MIXED_PRECISION="no").wait()
     assert record_of(tmp_path)["status"] == "running"
+    (tmp_path / "run" / ".lock").unlink()
     deadline = time.monotonic() + 120
     while record_of(tmp_path)["status"] == "running" and time.monotonic() < deadline:
         time.sleep(0.5)

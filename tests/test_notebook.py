@@ -6,16 +6,19 @@ import copy
 import os
 import re
 import site
+import subprocess
 import sys
 import tempfile
 import venv
+from pathlib import Path
 
+import isolated  # noqa: F401  conftest cannot be imported outside of pytest
 import nbformat
 import pytest
-from conftest import ROOT, run
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
+ROOT = Path(__file__).resolve().parent.parent
 START = ROOT / "notebooks" / "start_here.ipynb"
 NOTEBOOK = ROOT / "notebooks" / "bert_squad_walkthrough.ipynb"
 # What depends on the machine: its name, numbers, answers, lines now and then.
@@ -67,8 +70,8 @@ def test_the_start_gets_the_project_keeps_torch_and_trains(tmp_path, monkeypatch
     """As on Colab: opened alone, in another environment. It has our packages, and pip no index."""
     commit = "git init && git add . && git -c user.name=a -c user.email=a@b commit -m now"
     project = str(tmp_path / "project")
-    done = run(["sh", "-c", commit], env={"GIT_DIR": project, "GIT_WORK_TREE": str(ROOT)})
-    assert done.code == 0, done.err
+    env = os.environ | {"GIT_DIR": project, "GIT_WORK_TREE": str(ROOT)}
+    subprocess.run(["sh", "-c", commit], cwd=ROOT, env=env, check=True)
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     [packages] = tmp_path.glob("venv/lib/*/site-packages")

@@ -8,15 +8,10 @@ import html
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
-import tarfile
-from functools import partial
-from pathlib import Path
 
 import numpy
 import pytest
@@ -24,7 +19,7 @@ from conftest import ROOT, rows_of, run
 from scipy.stats import dunnett, tukey_hsd
 
 import report
-from reporting import grounds, pictures, records, times
+from reporting import grounds, pictures, times
 
 HEAD = "strategy,nodes,gpus_per_node,seconds\n"  # of times taken by hand
 PLAN = "run,strategy,nodes,gpus_per_node,repeat,job\n"  # the head of a sweep.csv
@@ -46,24 +41,21 @@ def record(strategy, devices=1, seconds=100.0, batch=32, nodes=1, **changes):
     seed and learning rate, which make no other workload.
     """
     data = {"model": "lstm-64", "dataset": "digits", "samples": 1280, "sequence_length": 8}
-    length = {"epochs": 4, "steps": None, "precision": "no", "dynamo": "no", "dropout": 0.1}
-    other = {"seed": devices, "learning_rate": devices / 100}
+    data |= {"epochs": 4, "steps": None, "precision": "no", "dynamo": "no", "dropout": 0.1}
+    data |= {"seed": devices, "learning_rate": devices / 100} | changes.pop("work", {})
     ranks = []
-    for rank in range(devices):
-        own = {"user": float(next(NUMBERS))}  # or a record is the copy of another one
-        own |= {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
+    for rank in range(1 if strategy == "dp" else devices):
+        own = {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
+        own |= {"user": float(next(NUMBERS))}  # or a record is the copy of another one
         ranks.append(own | {"real": 118.544, "sys": 3.25})
-    end = {"status": "completed", "resumed_from": None, "profiled": False, "version": "0.6.0"}
-    end |= {"processes": devices, "steps_per_second": [0.5, 0.6], "metrics": {}, "argv": ["x.py"]}
-    ranks = ranks[:1] if strategy == "dp" else ranks
-    place = {"strategy": strategy, "nodes": nodes, "devices": devices, "ranks": ranks}
-    sizes = {"per_device_batch_size": batch, "gradient_accumulation_steps": 1, "parameters": 1000}
-    sizes |= {"global_batch_size": batch * devices, "steps": 5120 // (batch * devices)}
-    seen = {"samples_per_second": seconds and 5120 / seconds, "loss_history": [[1, 2.3], [2, 2.1]]}
-    spent = {"seconds": {"train": seconds, "total": seconds + 10}, "versions": VERSIONS}
-    machine = {"script": "train_mnist_rnn.py", "device_name": "CPU (x86_64)", "threads": 2}
-    work = {"workload": data | length | other | changes.pop("work", {})}
-    return end | place | sizes | seen | spent | machine | work | changes
+    run = {"script": "train_mnist_rnn.py", "status": "completed", "strategy": strategy}
+    run |= {"nodes": nodes, "devices": devices, "device_name": "CPU (x86_64)", "threads": 2}
+    run |= {"per_device_batch_size": batch, "gradient_accumulation_steps": 1, "parameters": 1000}
+    run |= {"global_batch_size": batch * devices, "steps": 5120 // (batch * devices)}
+    run |= {"seconds": {"train": seconds, "total": seconds + 10}, "versions": VERSIONS}
+    run |= {"samples_per_second": seconds and 5120 / seconds, "argv": ["x.py"]}
+    run |= {"loss_history": [[1, 2.3], [2, 2.1]], "resumed_from": None, "profiled": False}
+    return run | {"workload": data, "ranks": ranks} | changes
 
 
 def named(text, **changes):
@@ -119,19 +111,21 @@ def first_page(text):
 # -------- what is compared
 
 
-WORK = {"dataset": "mnist", "model": "lstm-128", "samples": 640, "epochs": 5, "dropout": 0.0}
-WORK |= {"precision": "bf16", "compute_dtype": "bf16", "hidden_size": 9, "layers": 3}
-WORK |= {"features": "f00", "version_2": True, "labels": "6c31"}
-OTHERS = [({"work": {name: value}}, name) for name, value in WORK.items()]
-OTHERS += [({"threads": 1}, "threads"), ({"script": "x.py"}, "script")]
-OTHERS += [({"device_name": "CPU (another)"}, "device_name"), ({"parameters": 9}, "parameters")]
-OTHERS += [({"versions": VERSIONS | {name: "0.1"}}, name) for name in ("torch", "accelerate")]
 FIRST, SECOND = record("ddp", 2)["ranks"]
-OTHERS += [({"ranks": [FIRST, SECOND | {"device_name": "NVIDIA L40S"}]}, "device_name")]
+OTHERS = [
+    ("dataset", {"work": {"dataset": "mnist"}}),
+    ("labels", {"work": {"labels": "6c31"}}),  # which the report does not know
+    ("threads", {"threads": 1}),
+    ("script", {"script": "x.py"}),
+    ("parameters", {"parameters": 9}),
+    ("device_name", {"device_name": "CPU (another)"}),
+    ("device_name", {"ranks": [FIRST, SECOND | {"device_name": "NVIDIA L40S"}]}),
+    ("torch", {"versions": VERSIONS | {"torch": "0.1"}}),
+]
 
 
-@pytest.mark.parametrize("changes, name", OTHERS)
-def test_different_work_is_never_one_speedup(tmp_path, changes, name):
+@pytest.mark.parametrize("name, changes", OTHERS)
+def test_different_work_is_never_one_speedup(tmp_path, name, changes):
     rows, text = report_of(tmp_path, base=record("baseline"), other=record("ddp", 2, 50, **changes))
     assert rows["other"]["speedup"] == "" and f"they differ in {name}.\n" in text.replace("\\", "")
     assert "There is no speedup, as there is no run of accelerate_configs/baseline.yaml" in text
@@ -148,10 +142,6 @@ def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
     assert "they differ in deepspeed.\n" in text
     for name in ("old", "new"):
         assert (rows[name]["speedup"][:6], rows[name]["repeats"]) == ("2.0099", "1")
-    # Nor does the page name such a version where workloads differ in something else.
-    drops = record("zero2", 2, 50, work={"dropout": 0.5}, versions=runs["new"]["versions"])
-    _, text = report_of(tmp_path / "other", **named("base baseline"), drops=drops)
-    assert "they differ in dropout.\n" in text
 
 
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
@@ -190,11 +180,8 @@ def test_a_speedup_is_that_of_a_sample(tmp_path):
     cells = {"small": ("baseline", 1, 95, small), "short": ("ddp", 2, 99, small)}
     rows, text = in_turns(tmp_path, base=base, weak=weak, **cells)
     found = {run[:-2]: float(row["speedup"]) for run, row in rows.items()}
-    base, weak, small, short = (
-        statistics.geometric_mean([middle - 1, middle, middle + 1]) for middle in (100, 120, 95, 99)
-    )
-    expected = {"base": 1, "small": 1, "weak": 2 * base / weak, "short": 2 * small / short}
-    assert found == pytest.approx(expected)
+    expected = {"base": 1, "small": 1, "weak": 2 * 100 / 120, "short": 2 * 95 / 99}
+    assert found == pytest.approx(expected, rel=1e-4)
     assert "The fastest is DDP on 1 x 2 (batch 16), 1.67 times" in first_page(text)
     assert "230% faster than DDP on 1 x 2 (batch 4)" in first_page(text)
     assert text.count("They trained on unlike numbers of samples") == 2
@@ -211,48 +198,54 @@ def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     runs |= named("plain fsdp 2 80, repeat fsdp 2 80", strategy_options=plain)
     runs |= named("offload fsdp 2 80", strategy_options=both)
     runs |= named("keep fsdp 2 50", strategy_options=free)
-    rows, text = report_of(tmp_path / "all", **runs)
-    shown = {"base baseline 1 1.00", "again baseline 1 0.80", "ddp ddp 1 2.00", "anew ddp 1 1.25"}
-    shown |= {"plain fsdp 2 1.25", "other fsdp 1 1.25", "keep fsdp_keep 1 2.00"}
-    shown |= {"offload fsdp_offload 1 1.25"}
-    line = "{run} {strategy} {repeats} {speedup:.2f}"
-    found = {line.format_map(row | {"speedup": float(row["speedup"])}) for row in rows.values()}
-    assert found == shown
+    rows, _ = report_of(tmp_path / "all", **runs)
+    names = "strategy", "repeats", "speedup"
+    assert {run: tuple(row[name][:12] for name in names) for run, row in rows.items()} == {
+        "base": ("baseline", "1", "1.0"),
+        "again": ("baseline", "1", "0.8"),
+        "ddp": ("ddp", "1", "2.0"),
+        "anew": ("ddp", "1", "1.25"),
+        "other": ("fsdp", "1", "1.25"),
+        "plain": ("fsdp", "2", "1.25"),
+        "offload": ("fsdp_offload", "1", "1.25"),
+        "keep": ("fsdp_keep", "1", "2.0"),
+    }
     rows, text = report_of(tmp_path / "alone", **again)
     assert rows["anew"]["speedup"] == "" and "without --activation_checkpointing." in text
 
 
+NO_TIMINGS = {  # name: what the record has, and how the report calls it
+    "stopped": ({"status": "preempted"}, "preempted: stopped before its end"),
+    "failed": ({"status": "failed"}, "failed: broke down"),
+    "resumed": ({"resumed_from": "x"}, "resumed: not a timing"),
+    "traced": ({"profiled": True}, "profiled: not a timing"),
+    "scored": ({"steps": 0}, "evaluated: no training"),
+    "died": ({"status": "running", "slurm_job_id": 7}, "no end: .* running: see slurm-7.out"),
+}
+
+
 def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
-    """And named in the answer, also where other repeats are left."""
-    (tmp_path / "sweep.csv").write_text(f"{PLAN}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n")
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "run.json").write_text('{"status": "comp')
-    rows, text = report_of(
-        tmp_path,
-        **named("base baseline, good ddp 2 50, zero ddp 2 0, nan ddp 2 NaN"),
-        odd={"status": 1},
-        stopped=record("ddp", 2, status="preempted"),
-        failed=record("ddp", 2, status="failed"),
-        resumed=record("ddp", 2, resumed_from="x"),
-        traced=record("ddp", 2, profiled=True),
-        died=record("zero2", 2, 0, status="running", slurm_job_id=7),
-        nobody=record("ddp", ranks=[{"peak_memory_mb": 3}]),
-    )
-    assert list(rows) == ["base", "good"] and "good (" not in text
-    lost = "3 x DDP on 1 x 2 (failed, preempted, resumed)"
-    for words in (lost, "ZeRO-2 on 1 x 2 (no end)", "ZeRO-3 on 1 x 2 (failed or missing, job 8)"):
-        assert words in first_page(text)
-    assert "| no result | no result |" in text
-    for line in (
-        "stopped (ddp, 1 x 2): preempted: stopped before its end",
-        "failed (ddp, 1 x 2): failed: broke down",
-        "resumed (ddp, 1 x 2): resumed: not a timing",
-        "traced (ddp, 1 x 2): profiled",
-        "died (zero2, 1 x 2): no end: died, or is still running: see slurm-7.out",
-        *(f"skipped {name}/run.json" for name in ("half", "odd", "nan", "zero", "nobody")),
-        "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log",
-    ):
-        assert line in text
+    """And named in the answer, also where other repeats are left. A copy of a run is no repeat,
+    and a folder that is linked is read.
+    """
+    report_of(tmp_path / "scratch", base=record("baseline"))
+    folder, good = tmp_path / "runs", record("ddp", 2, 50)
+    folder.mkdir()
+    (folder / "again.log").touch()
+    (folder / "linked").symlink_to(tmp_path / "scratch")
+    (folder / "sweep.csv").write_text(f"{PLAN}good,ddp,1,2,1,7\nzero3-1x2-r1,zero3,1,2,1,8\n")
+    runs = {name: record("ddp", 2, **changes) for name, (changes, _) in NO_TIMINGS.items()}
+    rows, text = report_of(folder, good=good, again=good, **runs)
+    found = {run: (row["repeats"], row["log"]) for run, row in rows.items()}
+    assert found == {"linked/base": ("1", ""), "again": ("1", "again.log")}
+    lost = "Lost: 4 x DDP on 1 x 2 (failed, no end, preempted, resumed) and ZeRO-3 on 1 x 2 (failed"
+    assert f"{lost} or missing, job 8)." in first_page(text) and "| no result |" in text
+    for name, (_, words) in NO_TIMINGS.items():
+        assert re.search(rf"^- {name} \(ddp, 1 x 2\): {words}$", text, re.M), name
+    assert "zero3-1x2-r1 (zero3, 1 x 2): failed or missing, job 8: see zero3-1x2-r1.log" in text
+    assert "skipped good/run.json: a copy of again/run.json, and no repeat" in text
+    with pytest.raises(SystemExit, match="none of the runs completed"):
+        report_of(tmp_path / "bad", failed=runs["failed"])
 
 
 def test_faults_are_what_a_reader_should_measure_again(tmp_path):
@@ -269,9 +262,9 @@ def test_the_answer_names_its_own_weak_grounds(tmp_path):
     """A cell whose repeats scatter more, one that was not measured in turns, and one with a slow
     host. Without these, not a word; and a cell is fastest only if it learned what the baseline did.
     """
-    base, fsdp, zero = ("baseline", 1, 100, {}), ("fsdp", 2, 70, {}), ("zero2", 2, 74, {})
-    calm = {"base": base, "fsdp": fsdp, "zero": zero}
-    _, text = in_turns(tmp_path / "calm", ddp=("ddp", 2, 60, {}), **calm)
+    calm = {"base": ("baseline", 1, 100, {}), "fsdp": ("fsdp", 2, 70, {})}
+    calm["zero"], ddp = ("zero2", 2, 74, {}), ("ddp", 2, 60, {})
+    _, text = in_turns(tmp_path / "calm", ddp=ddp, **calm)
     assert "Mind" not in first_page(text) and "note" not in text.split("# Details")[1][:2000]
 
     wide = ("ddp", 2, 60, lambda turn: {"seconds": 60 * 1.1 ** (turn - 1)})
@@ -282,34 +275,33 @@ def test_the_answer_names_its_own_weak_grounds(tmp_path):
     # Cochran's C of 4 cells with 5 repeats, at 1 %: 0.7212 in his table.
     assert grounds.largest_share(4, 16, 4) == pytest.approx(0.7212, abs=5e-5)
 
-    _, text = in_turns(tmp_path / "late", ddp=("ddp", 2, 60, {}), together=["ddp"], **calm)
-    assert "like a slower strategy: DDP on 1 x 2." in first_page(text)
-    last = ["fsdp", "zero", "ddp"]
-    _, text = in_turns(tmp_path / "all", ddp=("ddp", 2, 60, {}), together=last, **calm)
-    assert "like a slower strategy: baseline on 1 x 1." in first_page(text)
-    # DDP was measured on the day before, and the baseline on both days.
-    days = {"ddp": ("ddp", 2, 60, lambda turn: {"began": f"2026-01-01T0{turn}:00:00+00:00"})}
-    days["base"] = (
-        *base[:3],
-        lambda turn: {"began": f"2026-01-0{1 + turn % 2}T0{turn}:30:00+00:00"},
-    )
-    _, text = in_turns(tmp_path / "days", turns=4, **days, zero=zero)
-    assert "like a slower strategy: DDP on 1 x 2 and ZeRO-2 on 1 x 2." in first_page(text)
+    # The last time, the baseline was measured again after DDP, and others were not.
+    again = {"again": record("baseline", 1, 99.5, began="2026-01-02T09:00:00+00:00")}
+    all_three = "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2"
+    for late, more, names in (
+        (["ddp"], {}, "DDP on 1 x 2"),
+        (["fsdp", "zero", "ddp"], {}, "baseline on 1 x 1"),
+        (["ddp"], again, all_three),
+    ):
+        _, text = in_turns(tmp_path / names, ddp=ddp, together=late, more=more, **calm)
+        assert f"like a slower strategy: {names}." in first_page(text)
 
-    def on_hosts(slow):
+    def on_hosts(seconds):
+        """DDP with repeats of these seconds. Every other one has another second host."""
+
         def changes(turn):
             one, two = record("ddp", 2)["ranks"]
-            return {"ranks": [one, two | {"host": f"n{1 + turn % 2}"}]} | slow(turn)
+            ranks = [one, two | {"host": f"n{1 + turn % 2}"}]
+            return {"ranks": ranks, "seconds": seconds[turn]}
 
         return "ddp", 2, 60, changes
 
-    slow = on_hosts(lambda turn: {"seconds": 60 + turn / 9 + 3 * (turn % 2)})
+    slow = on_hosts([60, 63.1, 60.2, 63.3])
     _, text = in_turns(tmp_path / "slow", ddp=slow, turns=4, **calm)
     assert "differ by host: DDP on 1 x 2 (5% longer on n2 than on n1)." in first_page(text)
-    for seconds in ([59, 60, 61, 62], [60, 61.5, 61, 62.2]):  # by chance, all on n2 take longer
-        noisy = on_hosts(lambda turn, seconds=seconds: {"seconds": seconds[turn]})
-        _, text = in_turns(tmp_path / f"noisy {seconds[1]}", ddp=noisy, turns=4, **calm)
-        assert "by host" not in text
+    by_chance = on_hosts([60, 61.5, 61, 62.2])
+    _, text = in_turns(tmp_path / "chance", ddp=by_chance, turns=4, **calm)
+    assert "by host" not in text
 
 
 def test_two_kinds_of_scaling_may_disagree(tmp_path):
@@ -339,44 +331,42 @@ DIVERGED = [(math.nan, "is nan"), (2.9, "is 2.9, not 2.1"), (2.25, "is 2.25, not
 @pytest.mark.parametrize("loss, words", [*DIVERGED, (2.19, "")])
 def test_a_cell_that_learned_something_else_is_not_the_fastest(tmp_path, loss, words):
     """Under strong scaling, here with batches of 16 on two devices for 32 on one. One repeat is
-    enough, whichever it is.
+    enough.
     """
-    for odd in range(3):
 
-        def other(turn, odd=odd):
-            losses = [[1, 2.3], [2, loss if turn == odd else 2.1]]
-            return {"batch": 16, "loss_history": losses, "work": record("baseline")["workload"]}
+    def other(turn):
+        losses = [[1, 2.3], [2, loss if turn == 2 else 2.1]]
+        return {"batch": 16, "loss_history": losses, "work": record("baseline")["workload"]}
 
-        cells = {"base": ("baseline", 1, 100, {}), "ddp": ("ddp", 2, 50, other)}
-        _, text = in_turns(tmp_path / str(odd), fsdp=("fsdp", 2, 60, {"batch": 16}), **cells)
-        shown = first_page(text)
-        assert ("fastest is FSDP" in shown) == bool(words) != ("fastest is DDP" in shown)
-        named = rf"never the fastest: DDP on 1 x 2 \(\S+ last loss {words}\)[.]"
-        assert bool(re.search(named, shown)) == bool(words)
-        both = "DDP on 1 x 2 and FSDP on 1 x 2 are faster than one device"
-        assert (both in shown) == (not words)
-        cells["ddp"] = "ddp", 2, 50, lambda turn: other(turn) | {"work": {"seed": 7}}
-        _, text = in_turns(tmp_path / f"{odd} seed", **cells)
-        assert ("never the fastest" in text) == math.isnan(loss), "another seed has other losses"
+    cells = {"base": ("baseline", 1, 100, {}), "ddp": ("ddp", 2, 50, other)}
+    cells["fsdp"] = ("fsdp", 2, 60, {"batch": 16})
+    _, text = in_turns(tmp_path / "same", **cells)
+    shown = first_page(text)
+    assert ("fastest is FSDP" in shown) == bool(words) != ("fastest is DDP" in shown)
+    named = rf"never the fastest: DDP on 1 x 2 \(\S+ last loss {words}\)[.]"
+    assert bool(re.search(named, shown)) == bool(words)
+    both = "DDP on 1 x 2 and FSDP on 1 x 2 are faster than one device"
+    assert (both in shown) == (not words)
+    cells["ddp"] = "ddp", 2, 50, lambda turn: other(turn) | {"work": {"seed": 7}}
+    _, text = in_turns(tmp_path / "seed", **cells)
+    assert ("never the fastest" in text) == math.isnan(loss), "another seed has other losses"
     # The median of the baseline's repeats counts.
-    losses = [[[1, 2.3], [2, last]] for last in (2.1, 2.1, loss)]
-    base = "baseline", 1, 100, lambda turn: {"loss_history": losses[turn]}
-    _, text = in_turns(tmp_path / "base", base=base, ddp=("ddp", 2, 50, partial(other, odd=9)))
+    base = "baseline", 1, 100, lambda turn: {"loss_history": other(turn)["loss_history"]}
+    right = "ddp", 2, 50, lambda turn: other(0)
+    _, text = in_turns(tmp_path / "base", base=base, ddp=right)
     assert "The fastest is DDP" in first_page(text)
 
 
-def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path, monkeypatch):
-    """Of one global batch: FSDP is slower on eight devices than on two. Its picture has one line.
-    Without a baseline, too, there is a fastest.
+def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path):
+    """Of one global batch: FSDP is slower on eight devices than on two. Without a baseline, too,
+    there is a fastest.
     """
     sizes = {"two": (2, 258), "four": (4, 200), "eight": (8, 380)}
     cells = {name: ("fsdp", n, time, {"batch": 32 // n}) for name, (n, time) in sizes.items()}
     _, text = in_turns(tmp_path / "alone", **cells)
     assert "The fastest is FSDP on 1 x 4, 29% faster than FSDP on 1 x 2 (" in first_page(text)
-    _, text = in_turns(tmp_path / "lone", two=cells["two"])
-    assert "fastest" not in first_page(text)
-    same = {"one": record("ddp", 2, 60), "two": record("ddp", 2, 60), "fsdp": record("fsdp", 2, 90)}
-    _, text = report_of(tmp_path / "same", fsdp2=record("fsdp", 2, 90), **same)
+    same = named("a ddp 2 60, b ddp 2 60, c fsdp 2 90, d fsdp 2 90")
+    _, text = report_of(tmp_path / "same", **same)
     assert "No test says which strategy is the fastest; the best is DDP on" in first_page(text)
     base = {"base": ("baseline", 1, 394, {})}
     _, text = in_turns(tmp_path / "all", **base, **cells)
@@ -386,41 +376,46 @@ def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path, mon
     other = {"strategy_options": {"offload_params": "true", "version": "2"}}
     nan = {"loss_history": [[1, 2.3], [2, math.nan]]}
     for number, change in enumerate(({"batch": 2}, other, nan)):
-        few = {
-            name: ("fsdp", *cells[name][1:3], cells[name][3] | change) for name in ("two", "four")
-        }
-        _, text = in_turns(tmp_path / str(number), **base, **few, eight=cells["eight"])
+        two = ("fsdp", 2, 258, {"batch": 16} | change)
+        _, text = in_turns(tmp_path / str(number), **base, two=two, eight=cells["eight"])
         assert "slower than on fewer" not in first_page(text), change
-    drawn = []
-    monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
-    run_report(tmp_path / "all", draw=True)
-    [axes] = [figure.axes[0] for figure in drawn if "fixed" in figure.axes[0].get_title()]
-    assert [len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-."] == [3]
 
 
-def test_what_a_strategy_trades_is_seen_at_equal_batches(tmp_path, monkeypatch):
+def test_pictures_compare_equal_batches(tmp_path, monkeypatch):
+    """What a strategy trades, of one batch per device. FSDP on two devices and on four, with one
+    global batch, is one line.
+    """
     drawn = []
     monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
-    runs = named(
-        "a baseline 1 100 4, b baseline 1 80 16, c ddp 2 60 4, d fsdp 2 70 4, e ddp 2 50 16"
-    )
+    runs = named("a baseline 1 100 4, b baseline 1 80 16, c ddp 2 60 4, d fsdp 2 70 4")
+    runs |= named("e ddp 2 50 16, f fsdp 2 50 8, g fsdp 4 30 4")
     for content in runs.values():
         batch = content["per_device_batch_size"]
         for rank in content["ranks"]:
             rank |= {"memory_before_mb": 0, "peak_memory_mb": 100 * batch}
     report_of(tmp_path, draw=True, **runs)
-    [axes] = [figure.axes[0] for figure in drawn if "memory" in figure.axes[0].get_title()]
-    assert [line.get_xdata().tolist() for line in axes.lines] == [[400]] * 3
+    titled = {figure.axes[0].get_title().splitlines()[1]: figure.axes[0].lines for figure in drawn}
+    trade = titled["speed and memory on 1 x 2, batch 4"]
+    assert [line.get_xdata().tolist() for line in trade] == [[400]] * 3
+    strong = titled["efficiency, global batch fixed (more is better)"]
+    assert [len(line.get_xdata()) for line in strong if line.get_linestyle() == "-."] == [2]
 
 
 def test_single_runs_equal_times_and_two_baselines(tmp_path):
     """What was measured once may be faster than "the fastest". Times that are equal to the digit
-    carry no test. Two baselines are named by what they differ in.
+    carry no test. The fastest of two baselines is fast by chance, too.
     """
     cells = {"base": ("baseline", 1, 100, {}), "ddp": ("ddp", 2, 60, {})}
     once = record("fsdp", 2, 40, began="2026-01-02T03:09:00+00:00")
-    _, text = in_turns(tmp_path / "one", more={"once": once}, **cells)
+    rows, text = in_turns(tmp_path / "one", more={"once": once}, **cells)
     assert "Of the cells with repeats, the fastest is DDP on 1 x 2" in first_page(text)
+    other = {"other": record("baseline", 1, 110.0, strategy_options={"x": 1})}
+    rivals, _ = in_turns(tmp_path / "two", more=other, **cells)
+    narrow, wide = (
+        float(found["ddp-1"]["speedup_to"]) - float(found["ddp-1"]["speedup_from"])
+        for found in (rows, rivals)
+    )
+    assert narrow < wide
     same = {name: (*cell[:3], {"seconds": cell[2]}) for name, cell in cells.items()}
     _, text = in_turns(tmp_path / "same", **same, fsdp=("fsdp", 2, 60, {"seconds": 60.00001}))
     shown = first_page(text)
@@ -428,33 +423,23 @@ def test_single_runs_equal_times_and_two_baselines(tmp_path):
     assert f"No test says which strategy is the fastest; {best}" in shown and "0%" not in shown
     assert "Mind: repeats are equal to the digit" in shown
     # Without repeats of the baseline, too, strategies are compared.
-    two = {"ddp": cells["ddp"], "fsdp": ("fsdp", 2, 90, {})}
-    _, text = in_turns(tmp_path / "few", more={"base": record("baseline")}, **two)
+    several = {"ddp": cells["ddp"], "fsdp": ("fsdp", 2, 90, {})}
+    _, text = in_turns(tmp_path / "few", more={"base": record("baseline")}, **several)
     best = "faster than one; the best is DDP on 1 x 2, 1.67 times as fast as one device"
     assert f"{best}, and 50% faster than FSDP on 1 x 2 (" in first_page(text)
-    options = [{"strategy_options": {"x": number}} for number in (1, 2)]
-    two = {f"b{i}": ("baseline", 1, 90 + 10 * i, changes) for i, changes in enumerate(options)}
-    _, text = in_turns(tmp_path / "two", **two)
-    assert "trains in 90.00 s (x: 1) and 100.00 s (x: 2)." in first_page(text)
-    # The fastest of several baselines is fast by chance, too.
-    widths = []
-    for more in ({}, {"b": record("baseline", 1, 110.0, **options[0])}):
-        rows, _ = in_turns(tmp_path / f"rivals {len(widths)}", more=more, **cells)
-        widths.append(float(rows["ddp-1"]["speedup_to"]) - float(rows["ddp-1"]["speedup_from"]))
-    assert widths[0] < widths[1]
 
 
 def test_many_cells_are_counted_and_workloads_have_titles(tmp_path):
     """Three names, and how many more. A title has what tells workloads with one model apart."""
     kinds = ("ddp", "fsdp", "zero1", "zero2", "zero3", "mine")
     runs = {f"{kind}{i}": record(kind, 2, 50 + i) for kind in kinds for i in (1, 2)}
-    runs |= named("b baseline 1 90, b2 baseline 1 91")
-    runs |= {"more": record("ddp", 2, 50, work={"dropout": 0.5}), "x": record("ddp", 2, script="x")}
+    runs |= named("b baseline 1 90, b2 baseline 1 91") | named("c ddp 2 50", work={"dropout": 0.5})
     _, text = report_of(tmp_path, **runs, gpt=record("ddp", 2, 50, work={"model": "gpt"}))
     assert "DDP on 1 x 2, FSDP on 1 x 2, ZeRO-1 on 1 x 2 and 3 more are faster" in text
-    titles = [line[3:] for line in text.split("# Details")[0].splitlines() if line[:3] == "## "]
-    assert len(titles) == 4 and "gpt on digits" in titles
-    assert "lstm-64 on digits, script train_mnist_rnn.py, dropout 0.5" in text.replace("\\", "")
+    titles = re.findall("^## (.* on .*)", text.split("# Details")[0], re.M)
+    assert titles == [f"lstm-64 on digits, dropout {rate}" for rate in (0.1, 0.5)] + [
+        "gpt on digits"
+    ]
 
 
 # -------- chance
@@ -465,24 +450,21 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
     the interval of a speedup.
     """
     seconds = {"baseline": (100, 103, 99), "ddp": (91, 90, 88), "fsdp": (97, 99, 96, 98)}
-    runs = {
-        f"{script}-{name}-{number}": record(
-            name, 1 if name == "baseline" else 2, float(value), script=script
-        )
-        for script in ("a.py", "b.py")
-        for name, values in seconds.items()
-        for number, value in enumerate(values)
-    }
+    runs = {}
+    for name, values in seconds.items():
+        for number, value in enumerate(values):
+            for script in ("a.py", "b.py"):
+                run = record(name, 1 if name == "baseline" else 2, float(value), script=script)
+                runs[f"{script}-{name}-{number}"] = run
     rows, text = report_of(tmp_path, **runs)
     base, *others = (numpy.log(values) for values in seconds.values())
     # scipy's test draws random numbers; ours does not.
     low, high = dunnett(*others, control=base, rng=0).confidence_interval(1 - 0.05 / 4)
     for i, strategy in enumerate(("ddp", "fsdp")):
-        [row] = [row for row in rows.values() if row["strategy"] == strategy][:1]
+        row = next(row for row in rows.values() if row["strategy"] == strategy)
         ends = [float(row["speedup_from"]), float(row["speedup_to"])]
         assert ends == pytest.approx([math.exp(-high[i]), math.exp(-low[i])], rel=2e-3)
-        assert row["sure"] == ("faster" if high[i] < 0 else "")
-    assert {row["sure"] for row in rows.values()} == {"", "faster"}
+        assert row["sure"] == ("faster" if strategy == "ddp" else "")
     low, high = tukey_hsd(*others).confidence_interval(1 - 0.05 / 4)
     margin = math.expm1((high[0, 1] - low[0, 1]) / 2)
     assert f"FSDP on 1 x 2 ({margin:.1%} would be enough)" in text
@@ -511,15 +493,11 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
     cells = {name: (name, 2, seconds, {}) for name, seconds in times.items()}
     lost = {"lost": record("zero3", 4, nodes=2, status="failed")}
     _, text = in_turns(tmp_path, more=lost, baseline=("baseline", 1, 100, {}), **cells)
-    for words in (
-        "trains in 100.00 s",
-        "The fastest is DDP on 1 x 2, 1.82 times as fast",
-        "29% faster than FSDP on 1 x 2 (",
-        "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are faster than one device",
-        "ZeRO-3 on 1 x 2 is slower than one device",
-        "Lost: ZeRO-3 on 2 x 2 (failed).",
-    ):
-        assert words in first_page(text)
+    first = "DDP on 1 x 2, 1.82 times as fast as one device (efficiency 91%), and 29% faster than"
+    shown = first_page(text)
+    assert shown.startswith(f"The baseline, one device, trains in 100.00 s. The fastest is {first}")
+    assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are faster than one device" in shown
+    assert "ZeRO-3 on 1 x 2 is slower than one device. Lost: ZeRO-3 on 2 x 2 (failed)." in shown
     names = ("DDP", "FSDP", "ZeRO-2", "ZeRO-3")
     two = ["55.0 s, 1.82×, 91 %", "71.0 s, 1.41×, 70 %", "72.0 s, 1.39×, 69 %"]
     cells = {("1 x 2", "64"): dict(zip(names, [*two, "111.0 s, 0.90×, 45 %"], strict=True))}
@@ -528,35 +506,6 @@ def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
 
 
 # -------- a folder
-
-
-def test_a_report_lies_with_its_runs(tmp_path, monkeypatch):
-    """A compressed folder is read as it is: it lies beside it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "ddp.log").touch()
-    report_of(tmp_path / "runs", base=record("baseline"), ddp=record("ddp", 2, 60))
-    for kind in ("xztar", "zip"):
-        run_report(shutil.make_archive(str(tmp_path / kind / "a"), kind, tmp_path / "runs"))
-    found = [(tmp_path / name / "report.csv").read_text() for name in ("runs", "xztar", "zip")]
-    assert found[0] == found[1] == found[2] and ",ddp.log," in found[0]
-
-
-def test_copies_failures_and_links_to_folders(tmp_path, capsys):
-    """A copy of a run is no repeat; a folder that is linked is read; where nothing completed the
-    report says so and exits with 1.
-    """
-    outside = tmp_path / "scratch"
-    report_of(outside, base=record("baseline"))
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "linked").symlink_to(outside)
-    ddp = record("ddp", 2, 50, slurm_job_id=7)
-    rows, text = report_of(tmp_path / "runs", ddp=ddp, copied=ddp)
-    assert {run: row["repeats"] for run, row in rows.items()} == {"linked/base": "1", "copied": "1"}
-    assert "skipped ddp/run.json: a copy of copied/run.json, and no repeat" in text
-    with pytest.raises(SystemExit, match="none of the runs completed"):
-        report_of(tmp_path / "bad", failed=record("ddp", 2, status="failed"))
-    assert "failed (ddp, 1 x 2): failed: broke down" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 0.5, True, [], ["x"], {"x": 1}], ids=str)
@@ -585,15 +534,9 @@ LINK = "[x](javascript:alert(1)) ![t](http://x/t.png) `a` | b $\\foo{c$ *d* _e_"
 
 
 def test_no_file_is_written_outside_of_the_folder(tmp_path):
-    """By an archive, and through links in a folder, as report.md or a picture."""
-    (tmp_path / "in").mkdir()
+    """Through links in it, as report.md or a picture."""
     target = tmp_path / "target"
     target.write_text("mine")
-    with tarfile.open(tmp_path / "in" / "runs.tar.xz", "w:xz") as archive:
-        for name in ("a/run.json", "../../out/run.json"):
-            archive.add(target, name)
-    with pytest.raises(SystemExit, match="^error: .* outside the destination.*$"):
-        run_report(tmp_path / "in" / "runs.tar.xz")
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("report.md", "report.html", "report.csv", "efficiency.svg"):
@@ -601,7 +544,7 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path):
     report_of(folder, draw=True, base=record("baseline"), ddp=record("ddp", 2, 50))
     assert target.read_text() == "mine"
     assert (folder / "efficiency.svg").read_text().startswith("<?xml")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in", "target"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target"]
 
 
 def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
@@ -643,13 +586,13 @@ def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
     assert "<script" not in pictures_drawn and LINK[:30] in html.unescape(pictures_drawn)
 
 
-HOSTILE = ["[" * 100_000, '{"a":' * 9000, "\0", '"x"', "9" * 5000, "{}"]
+HOSTILE = ["[" * 100_000, '{"a":' * 9000, "\0", '"x"', "9" * 5000, "{}", '{"status": "comp']
 
 
 def test_a_record_that_contradicts_itself_or_is_too_long_is_left_out(tmp_path):
     ddp = record("ddp", 2, 50)
     twice = [rank | {"rank": 0} for rank in ddp["ranks"]]
-    long = {"x": "y" * 1_000_000}
+    many = {f"key{i}": i for i in range(1000)}
     runs = {
         "ranks": {"devices": 8, "global_batch_size": 256},
         "ranks: they are not": {"devices": 10**10, "global_batch_size": 32 * 10**10},
@@ -657,9 +600,10 @@ def test_a_record_that_contradicts_itself_or_is_too_long_is_left_out(tmp_path):
         "ranks: they are not those": {"ranks": twice},
         "global_batch_size: 2 x 32 are not 63": {"global_batch_size": 63},
         "global_batch_size: 2 x 128": {"gradient_accumulation_steps": 4},
-        "strategy_options": {"strategy_options": long},
-        "workload": {"workload": ddp["workload"] | {"z" * 1_000_000: 1}},
-        "workload ": {"workload": ddp["workload"] | {f"key{i}": i for i in range(1000)}},
+        "strategy_options": {"strategy_options": {"x": "y" * 1_000_000}},
+        "workload": {"workload": ddp["workload"] | many},
+        "seconds: the times of a run have to be": {"seconds": {"train": 0, "total": 9}},
+        "seconds.train: Input should be a finite": {"seconds": {"train": math.nan, "total": 9}},
     }
     files = {f"bad{i}": ddp | changes for i, changes in enumerate(runs.values())}
     for i, content in enumerate(HOSTILE):
@@ -669,39 +613,8 @@ def test_a_record_that_contradicts_itself_or_is_too_long_is_left_out(tmp_path):
     rows, text = report_of(tmp_path, base=record("baseline"), good=ddp, dp=dp, **files)
     assert set(rows) == {"base", "good", "dp"} and len(text) < 9000
     for i, words in enumerate(runs):
-        assert re.search(rf"skipped bad{i}/run.json: .*{words.strip()}", text), words
+        assert re.search(rf"skipped bad{i}/run.json: .*{words}", text), words
     assert len(re.findall(r"skipped hostile./run.json.{1,500}$", text, re.M)) == len(HOSTILE)
-    # A GPU whose peak is known, and a model of which not all sizes are.
-    known = {"device_name": "NVIDIA H200", "tokens_per_second": 5.0, "work": {"layers": 2}}
-    rows, _ = report_of(tmp_path / "sizes", base=record("baseline", **known))
-    assert rows["base"]["mfu"] == ""
-    # An evaluation alone has no time of training, and is not lost.
-    rows, text = report_of(tmp_path / "steps", base=record("baseline"), some=ddp | {"steps": 0})
-    assert "evaluated: no training" in text and "Lost" not in text and list(rows) == ["base"]
-
-
-@pytest.mark.parametrize("kind", ["zip", "xztar", "tar"])
-def test_an_archive_that_is_cut_or_unpacks_to_too_much_is_one_line(tmp_path, kind, monkeypatch):
-    """The limits are smaller here."""
-    monkeypatch.setattr(records, "LARGEST", 20_000)
-    monkeypatch.setattr(records, "MOST", 3)
-    (tmp_path / "runs").mkdir()
-
-    def refused(size, files=1, part=1.0):
-        """What is said of an archive of files of this size, or of the first part of it."""
-        for number in range(files):
-            (tmp_path / "runs" / str(number)).write_bytes(os.urandom(size))
-        path = Path(shutil.make_archive(str(tmp_path / "archive"), kind, tmp_path / "runs"))
-        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-        with pytest.raises(SystemExit, match="^error: .*$") as stop:
-            run_report(path)
-        assert not [*tmp_path.glob("report*")]
-        return str(stop.value)
-
-    cut = f"cannot unpack {tmp_path}|neither a folder nor a whole .zip or .tar archive$"
-    assert re.search(cut, refused(9000, part=0.3)) and re.search(cut, refused(9, part=0))
-    assert "it has more than 0 GiB, or 3 files" in refused(30_000)
-    assert "it has more than 0 GiB, or 3 files" in refused(9, files=4)
 
 
 # -------- times by hand
@@ -744,7 +657,6 @@ def test_times_are_read_as_people_write_them(tmp_path):
         ("--times t.csv", HEAD, "there are no times"),
         (".", "", "no run.json below"),
         ("x", "", "there is no x"),
-        ("t.csv", "x", "neither a folder nor a whole .zip or .tar"),
         (". --predict 8", "", "unrecognized arguments: --predict 8"),
     ],
 )

@@ -274,7 +274,7 @@ def test_a_run_that_diverges_or_cannot_begin_is_not_queued_again(start, tmp_path
     words = [*DIGITS, 1, "--output_d", tmp_path / "x"]
     wrong = start("sbatch/1node.sh", *words, state="FAILED", env={"PROCESSES_PER_NODE": "1"})
     for job, line, reason in [
-        (diverges, "error: the training loss of step 16 is nan", "the run broke down"),
+        (diverges, "error: the loss of step 16 is not finite", "the run broke down"),
         (wrong, "error: unrecognized arguments: --output_d", "a new checkpoint"),
     ]:
         log = job()
