@@ -165,7 +165,7 @@ def describe(found, pinned):
 
 
 def short(names):
-    """The names of tests, as tests/README.md writes them, with the strategies of each."""
+    """The names of tests, as FILE::TEST without test_, with the strategies of each."""
     groups = {}
     for name in sorted(names):
         test, _, values = name.partition("[")

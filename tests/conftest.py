@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.strategies import STRATEGIES as YAMLS
 
 ROOT = Path(__file__).resolve().parent.parent
-# SQuAD and a model; absent on most machines. See README.md.
+# squad/ (train.json, dev.json) and minilm/ (a model); absent on most machines.
 REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
 
 # As `accelerate-launch`, which does not import accelerate's other commands.

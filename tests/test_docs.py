@@ -11,7 +11,7 @@ import draw_scale
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, anchor, rows_of, run
-from packaging.requirements import Requirement
+from test_setup import requirements
 
 import fit
 from benchmarks import versions
@@ -47,13 +47,6 @@ def test_flags_files_and_links_exist(page):
         places = {anchor(heading) for heading in re.findall(r"^#+ (.*)", there, re.M)}
         places.update(re.findall(r'<a id="(.*?)"', there))
         assert not place or place in places, f"{file}#{place}"
-
-
-def test_the_table_of_promises_names_tests():
-    table = (ROOT / "tests" / "README.md").read_text()
-    for file, name in re.findall(r"(\w+)::(\w+)", table):
-        text = (ROOT / "tests" / f"test_{file}.py").read_text()
-        assert f"\ndef test_{name}(" in text, f"{file}::{name}"
 
 
 def value_of(cell, **names):
@@ -118,9 +111,7 @@ def test_what_requirements_allow_was_measured_right():
     """The table of releases is what was measured, and no release with faults is allowed."""
     results = json.loads(versions.RESULTS.read_text())
     assert versions.table(results) in versions.PAGE.read_text()
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    needed = [Requirement(line.partition("#")[0]) for line in lines if line[0] != "#"]
-    ranges = {known.name: known.specifier for known in needed}
+    ranges = requirements("requirements.txt")
     measured = [found for found in results if "versions" in found]
     assert len(measured) >= 16
     for found in measured:

@@ -2,7 +2,6 @@
 ends as if nothing had. `make test-all` runs one, `make test-faults` all, and prints what they cost.
 """
 
-import functools
 import re
 import time
 
@@ -17,40 +16,24 @@ TABLE = "| fault | strategy | seconds to recover | steps repeated |\n|---|---|--
 
 
 class Job:
-    """The run of a strategy on two nodes, and what rank 0 noted of each step."""
+    """What is submitted, and again after a fault."""
 
-    def __init__(self, cluster, strategy, folder, epochs, limited, pause):
-        self.cluster, self.on, self.folder = cluster, cluster.on, folder
-        self.notes = folder.with_suffix(".steps")
-        self.env = {
-            "SPY_SCRIPT": SCRIPT,
-            "SPY_STEPS": str(self.notes),
-            "SPY_PAUSE": str(pause),
-        }
-        self.words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
-        self.words += [f"--output={folder}.log", "sbatch/2node.sh"]
-        self.words += [f"accelerate_configs/{strategy}.yaml", "tests/spy.py", *FLAGS, epochs]
-        self.words += ["--output_dir", folder]
+    def __init__(self, cluster, words, env):
+        self.cluster, self.on, self.words, self.env = cluster, cluster.on, words, env
         self.submit()
 
     def submit(self):
         self.id = self.cluster.submit(*self.words, cwd=ROOT, env=self.env)
 
-    def steps(self):
-        """Of each step its time, its number, and which process noted it."""
-        text = self.notes.read_text() if self.notes.exists() else ""
-        notes = re.findall(r"^(\S+) (\d+) (\S+)\n", text, re.M)
-        return [(float(when), int(step), process) for when, step, process in notes]
-
     def becomes(self, state):
         self.cluster.wait_until(lambda: self.cluster.state(self.id) == state, 300)
 
-    def result(self):
-        """Wait until the job is done, and return what it leaves."""
-        state = self.cluster.wait(self.id, timeout=600)
-        log = self.folder.with_suffix(".log").read_text()
-        assert state == "COMPLETED", log
-        return Result(0, log, "", self.folder)
+
+def steps_in(notes):
+    """Of each step its time, its number, and which process noted it."""
+    text = notes.read_text() if notes.exists() else ""
+    found = re.findall(r"^(\S+) (\d+) (\S+)\n", text, re.M)
+    return [(float(when), int(step), process) for when, step, process in found]
 
 
 def crash_a_node(job):
@@ -93,31 +76,30 @@ QUICK = "warn of the time limit", "fsdp"
 CASES = [(fault, strategy) for fault in FAULTS for strategy in ("ddp", "fsdp", "zero3")]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """(strategy, epochs) -> the Result of the same run with nothing happening to it, here."""
-    make = tmp_path_factory.mktemp
-    return functools.cache(
-        lambda name, epochs: launch(name, f"{SCRIPT}.py", make(name), *FLAGS, epochs)
-    )
-
-
 @pytest.mark.parametrize(
     "fault, strategy",
     [pytest.param(*case, marks=() if case == QUICK else pytest.mark.matrix) for case in CASES],
 )
 def test_a_disturbed_run_ends_like_an_undisturbed_one(
-    cluster, undisturbed, say_row, tmp_path, fault, strategy, request
+    cluster, say_row, tmp_path, fault, strategy, request
 ):
     request.addfinalizer(cluster.tidy)
     limited, quick = fault == "reach the time limit", (fault, strategy) == QUICK
     epochs, begun = 5 if quick else 20, 1 if limited else 50
-    pause = 0.06 if limited or quick else 0  # seconds in which a step leaves the cores to others
-    job = Job(cluster, strategy, tmp_path / "run", epochs, limited, pause)
-    cluster.wait_until(lambda: job.steps() and job.steps()[-1][1] >= begun, 300)
+    notes, folder, log = (tmp_path / name for name in ("steps", "run", "log"))
+    env = {"SPY_SCRIPT": SCRIPT, "SPY_STEPS": str(notes)}
+    # Seconds in which a step leaves the cores to others.
+    env["SPY_PAUSE"] = "0.06" if limited or quick else "0"
+    words = ["--time=1", "--signal=B:USR1@20"] * limited  # warned after half a minute
+    words += [f"--output={log}", "sbatch/2node.sh", f"accelerate_configs/{strategy}.yaml"]
+    job = Job(cluster, [*words, "tests/spy.py", *FLAGS, epochs, "--output_dir", folder], env)
+    cluster.wait_until(lambda: any(step >= begun for _, step, _ in steps_in(notes)), 300)
     struck = time.time()
     FAULTS[fault](job)
-    ended, calm, steps = job.result(), undisturbed(strategy, epochs), job.steps()
+    state, text = cluster.wait(job.id, timeout=600), log.read_text()
+    assert state == "COMPLETED", text
+    ended, steps = Result(0, text, "", folder), steps_in(notes)
+    calm = launch(strategy, f"{SCRIPT}.py", tmp_path / "calm", *FLAGS, epochs)
 
     pairs = zip(steps, steps[1:], strict=False)
     starts = [(before, after) for before, after in pairs if before[2] != after[2]]

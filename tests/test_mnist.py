@@ -216,6 +216,7 @@ def test_one_line_for_bad_input(strategy, flags, pattern, tmp_path):
 )
 def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(script, "PartialState", lambda **options: None)
     for name, value in env.items():
         monkeypatch.setenv(name, value)

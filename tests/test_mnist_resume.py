@@ -240,8 +240,8 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
 
     # Also without its record: the checkpoint knows its settings.
     folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "cut")
-    words = [*FLAGS, "--resume", "--learning_rate", 0.01]
-    line = launch("ddp", SCRIPT, folder, *words, ok=False).error_line()
+    faster = [*FLAGS, "--resume", "--learning_rate", 0.01]
+    line = launch("ddp", SCRIPT, folder, *faster, ok=False).error_line()
     assert "cannot resume with another learning_rate: 0.005 -> 0.01" in line
 
     # A checkpoint of 0.6.0 had its settings, also the version, in one flat "run".
@@ -260,6 +260,9 @@ def test_other_settings_are_refused_and_a_completed_run_stays(undisturbed, tmp_p
     before = (folder / "run.json").read_bytes()
     assert "is a completed run already" in launch("ddp", SCRIPT, folder, *FLAGS, "--resume").out
     assert (folder / "run.json").read_bytes() == before
+    shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
+    line = launch("ddp", SCRIPT, tmp_path / "bare", *faster, ok=False).error_line()
+    assert "cannot resume with another learning_rate: 0.005 -> 0.01" in line
 
 
 SPREAD = """--dataset digits --num_epochs 2 --dropout 0 --checkpointing_steps 5

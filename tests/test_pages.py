@@ -22,8 +22,6 @@ import warm
 from conftest import QUICK_CHECK, ROOT, launch, rows_of, run
 from test_bert import TINY
 
-from reporting.records import unpack
-
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -174,7 +172,8 @@ def place(tmp_path):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "check.py").write_text(QUICK_CHECK)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")  # A student changes files there.
-    records = unpack(ROOT / "docs/results/report-cpu/records.tar.xz")
+    records, archive = tmp_path / "records", "docs/results/report-cpu/records.tar.xz"
+    shutil.unpack_archive(ROOT / archive, records, filter="data")
     for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1"):
         shutil.copytree(records / name, tmp_path / "runs/report/bert" / name)
     return tmp_path
@@ -217,7 +216,7 @@ def test_commands_run_and_print_what_the_page_shows(name, tools, place):
     for (commands, pasted, words), printed in zip(blocks_of(text), outputs, strict=False):
         if "py-spy" in commands and "ermission" in printed:
             continue  # as the page says, root alone may use it on some systems
-        fails = "error:" in pasted + words or "WRONG" in pasted
+        fails = any(sign in pasted + words for sign in ("error:", "RuntimeError", "WRONG"))
         assert ("\nfailed: " in f"\n{printed}") == fails, f"{commands}\n{printed}"
         assert "error:" not in words or re.search("^error: ", printed, re.M), printed
         smaller |= name not in EXACT and any(long in commands for long in SMALLER)
@@ -229,9 +228,8 @@ def test_commands_run_and_print_what_the_page_shows(name, tools, place):
 
 def check_traces(folder):
     """--profile records five steps, in which ranks compute and talk."""
-    for strategy, rank in (("ddp", 0), ("fsdp", 1)):
-        trace = folder / strategy / "traces" / f"profile_{rank}.json"
-        events = draw_traces.read_events(trace)
+    for trace in ("ddp/traces/profile_0.json", "fsdp/traces/profile_1.json"):
+        events = draw_traces.read_events(folder / trace)
         assert len({event["name"] for event in events if "ProfilerStep" in event["name"]}) == 5
         shares = draw_traces.shares_of(events)
         assert sum(shares.values()) == pytest.approx(1) and shares["communication"] > 0
@@ -307,10 +305,8 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     assert "DDP on 1 x 2 (3 steps" in reported.out and "| bert_squad-20" in reported.out
     fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
     batches = {row[0]: row[-2] for row in rows_of(fits) if row[-3] == "yes" or row[0] == "ddp"}
-    answer = "`fsdp.yaml`; `zero2.yaml` leaves CUDA too little. Column *batch* counts the texts "
-    answer += "that fit: DDP {ddp},\nZeRO-2 {zero2}, FSDP {fsdp}."
+    answer = "largest micro-batch: DDP {ddp}, ZeRO-2 {zero2}, FSDP {fsdp}."
     _, *rows = rows_of(fits)
     totals = {row[0]: int(row[6].replace(",", "")) for row in rows}
     assert totals["fsdp"] <= 5000 < totals["zero2"], "of 6,000 MB, CUDA needs 1,000"
     assert answer.format(**batches) in PAGES["README.md"]
-    assert not {"baseline", "dp", "zero3"} & set(batches), "the answer leaves out what fits"

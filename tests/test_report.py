@@ -45,9 +45,9 @@ def record(strategy, devices=1, seconds=100.0, batch=32, nodes=1, **changes):
     data |= {"seed": devices, "learning_rate": devices / 100} | changes.pop("work", {})
     ranks = []
     for rank in range(1 if strategy == "dp" else devices):
-        own = {"rank": rank, "host": f"n{rank}", "peak_memory_mb": 500 + rank}
+        own = {"rank": rank, "host": f"n{rank}", "real": 118.544, "sys": 3.25}
         own |= {"user": float(next(NUMBERS))}  # or a record is the copy of another one
-        ranks.append(own | {"real": 118.544, "sys": 3.25})
+        ranks.append(own | {"peak_memory_mb": 100 * batch, "memory_before_mb": 0})
     run = {"script": "train_mnist_rnn.py", "status": "completed", "strategy": strategy}
     run |= {"nodes": nodes, "devices": devices, "device_name": "CPU (x86_64)", "threads": 2}
     run |= {"per_device_batch_size": batch, "gradient_accumulation_steps": 1, "parameters": 1000}
@@ -76,18 +76,10 @@ def report_of(folder, *words, draw=False, **runs):
         return {row["run"]: row for row in csv.DictReader(file)}, (folder / "report.md").read_text()
 
 
-def rows_in(text, column):
-    """{(first cell, second one): {column: cell}} of the table that has this column, or {}."""
-    for head, *rows in filter(None, map(rows_of, text.split("\n\n"))):
-        if column in head:
-            return {tuple(row[:2]): dict(zip(head[2:], row[2:], strict=True)) for row in rows}
-    return {}
-
-
 def in_turns(folder, turns=3, together=(), more=None, **cells):
     """The report of runs in turns, a minute after each other: {name: (strategy, devices, seconds,
-    changes)}. Those of `together` run after all others, and `more` are other runs. Repeats differ
-    by 1 s; of three, the second one has these seconds.
+    changes)}, and of `more`. Repeats differ by 1 s; of three, the second one has these seconds.
+    Those of `together` run after all others.
     """
     order = [(name, turn) for turn in range(turns) for name in cells]
     order.sort(key=lambda place: place[0] in together)
@@ -106,9 +98,6 @@ def first_page(text):
     shown = text.split("\n\n")[2]
     assert len(re.findall(r"[.](?= |$)", shown)) <= 5, shown
     return shown
-
-
-# -------- what is compared
 
 
 FIRST, SECOND = record("ddp", 2)["ranks"]
@@ -133,20 +122,22 @@ def test_different_work_is_never_one_speedup(tmp_path, name, changes):
 
 def test_a_version_that_is_not_known_differs_from_nothing(tmp_path):
     """DDP does not import DeepSpeed. Runs of two versions of it are no repeats, and each has the
-    baseline.
+    baseline. The title of a workload says in what it differs from others with one model.
     """
     runs = named("base baseline, b2 baseline 1 101, ddp ddp 2 60")
     for name, version in (("old", "0.17.6"), ("new", "0.19.8")):
         runs[name] = record("zero2", 2, 50, versions=VERSIONS | {"deepspeed": version})
     rows, text = report_of(tmp_path, **runs)
-    assert "they differ in deepspeed.\n" in text
+    titles = re.findall("^## (.* on .*)", text.split("# Details")[0], re.M)
+    assert sorted(titles) == [f"lstm-64 on digits, deepspeed {old}" for old in ("0.17.6", "0.19.8")]
     for name in ("old", "new"):
         assert (rows[name]["speedup"][:6], rows[name]["repeats"]) == ("2.0099", "1")
 
 
 def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
     """Of one global batch, 2 x 16 accumulated takes 200 s and 32 x 1 100 s. The fastest cell is
-    that with the shortest time, not with the largest speedup over a slow baseline.
+    that with the shortest time, not with the largest speedup over a slow baseline. Four devices
+    with 8 samples each are faster than one with 8, and slower than one with 32.
     """
     again = {"gradient_accumulation_steps": 2, "steps": 160, "global_batch_size": 32}
     rows, text = in_turns(
@@ -154,20 +145,23 @@ def test_the_fastest_baseline_of_equal_work_counts(tmp_path):
         slow=("baseline", 1, 200, {"batch": 16} | again),
         base=("baseline", 1, 100.22, {}),
         small=("baseline", 1, 400, {"batch": 8}),
-        strong=("ddp", 2, 60, {"batch": 16, "samples_per_second": 5120 / 30}),
-        weak=("ddp", 2, 50, {"samples_per_second": 5120 / 26}),
+        strong=("ddp", 2, 60, {"batch": 16}),
+        weak=("ddp", 2, 50, {}),
         little=("fsdp", 2, 75.2, {"batch": 8}),
+        both=("zero3", 4, 130, {"batch": 8}),
     )
-    found = {
-        run[:-2]: (row["weak_speedup"][:4], row["strong_speedup"][:4]) for run, row in rows.items()
-    }
-    assert found["strong"] == ("", "1.67") and found["weak"] == ("2.00", "")
-    assert found["little"] == ("5.31", "") and found["slow"] == ("0.50", "0.50")
+    kinds = "weak_speedup", "strong_speedup"
+    found = {run[:-2]: [row[kind][:4] for kind in kinds] for run, row in rows.items()}
+    assert found["strong"] == ["", "1.67"] and found["weak"] == ["2.00", ""]
+    assert found["little"] == ["5.31", ""] and found["slow"] == ["0.50", "0.50"]
+    assert found["both"] == ["3.07", "0.77"]
     shown = first_page(text)
     assert "and 200.00 s (batch 16 x 2)" in shown
     assert "The fastest is DDP on 1 x 2 (batch 32), 2.00 times" in shown
     assert "20% faster than DDP on 1 x 2 (batch 16) (" in shown
-    assert float(rows["weak-1"]["step_seconds"]) == pytest.approx(64 * 26 / 5120)
+    same = "than one device with the same"
+    words = f"is faster {same} batch per device; ZeRO-3 on 1 x 4 is slower {same} global batch."
+    assert f"ZeRO-3 on 1 x 4 {words}" in shown
 
 
 def test_a_speedup_is_that_of_a_sample(tmp_path):
@@ -189,27 +183,16 @@ def test_a_speedup_is_that_of_a_sample(tmp_path):
 
 def test_variants_of_a_strategy_are_no_repeats(tmp_path):
     """Activation checkpointing is one: compared with the baseline that keeps its activations."""
-    options = ("reshard_after_forward", "offload_params", "version")
-    both, free = (dict.fromkeys(options, value) for value in ("true", "false"))
-    plain = {"reshard_after_forward": "true", "version": "2"}
     again = named("again baseline 1 125, anew ddp 2 80", activation_checkpointing=True)
     runs = again | named("base baseline, ddp ddp 2 50")
-    runs |= named("other fsdp 2 80", strategy_options=plain | {"state_dict_type": "FULL"})
-    runs |= named("plain fsdp 2 80, repeat fsdp 2 80", strategy_options=plain)
-    runs |= named("offload fsdp 2 80", strategy_options=both)
-    runs |= named("keep fsdp 2 50", strategy_options=free)
+    runs |= named("plain fsdp 2 80, repeat fsdp 2 80", strategy_options={"x": 1})
+    runs |= named("other fsdp 2 40", strategy_options={"x": 2})
     rows, _ = report_of(tmp_path / "all", **runs)
-    names = "strategy", "repeats", "speedup"
-    assert {run: tuple(row[name][:12] for name in names) for run, row in rows.items()} == {
-        "base": ("baseline", "1", "1.0"),
-        "again": ("baseline", "1", "0.8"),
-        "ddp": ("ddp", "1", "2.0"),
-        "anew": ("ddp", "1", "1.25"),
-        "other": ("fsdp", "1", "1.25"),
-        "plain": ("fsdp", "2", "1.25"),
-        "offload": ("fsdp_offload", "1", "1.25"),
-        "keep": ("fsdp_keep", "1", "2.0"),
-    }
+    repeats = {run: row["repeats"] for run, row in rows.items()}
+    assert repeats == dict.fromkeys(runs.keys() - {"repeat"}, "1") | {"plain": "2"}
+    speedups = {run: float(row["speedup"]) for run, row in rows.items()}
+    expected = {"base": 1, "again": 0.8, "ddp": 2, "anew": 1.25, "plain": 1.25, "other": 2.5}
+    assert speedups == pytest.approx(expected)
     rows, text = report_of(tmp_path / "alone", **again)
     assert rows["anew"]["speedup"] == "" and "without --activation_checkpointing." in text
 
@@ -246,89 +229,57 @@ def test_what_is_no_timing_is_shown_but_not_used(tmp_path):
     assert "skipped good/run.json: a copy of again/run.json, and no repeat" in text
     with pytest.raises(SystemExit, match="none of the runs completed"):
         report_of(tmp_path / "bad", failed=runs["failed"])
-
-
-def test_faults_are_what_a_reader_should_measure_again(tmp_path):
-    """Few steps; a long start: 80 steps of 64 samples at 128 a second are 40 of the 50 s."""
-    runs = {"slow": record("fsdp", 2, 50, samples_per_second=128.0), "base": record("baseline")}
-    runs |= {"short": record("zero2", 2, 50, steps=29)}
-    rows, text = report_of(tmp_path, **runs)
-    again = "FSDP on 1 x 2 (slow steps cost 20% of the time) and ZeRO-2 on 1 x 2 (29 steps are too"
-    assert f"measure again: {again} few)" in first_page(text)
-    assert rows_in(text, "note")["ZeRO-2", "1 x 2"]["note"] == "29 steps are too few"
+    (tmp_path / "empty").mkdir()
+    for name, message in (("empty", "no run.json below"), ("x", "there is no ")):
+        with pytest.raises(SystemExit, match=f"^error: {message}"):
+            run_report(tmp_path / name)
 
 
 def test_the_answer_names_its_own_weak_grounds(tmp_path):
     """A cell whose repeats scatter more, one that was not measured in turns, and one with a slow
-    host. Without these, not a word; and a cell is fastest only if it learned what the baseline did.
+    host. And what to measure again: after few steps; after a long start, as 80 steps of 64 samples
+    at 128 a second are 40 of the 50 s.
     """
     calm = {"base": ("baseline", 1, 100, {}), "fsdp": ("fsdp", 2, 70, {})}
     calm["zero"], ddp = ("zero2", 2, 74, {}), ("ddp", 2, 60, {})
-    _, text = in_turns(tmp_path / "calm", ddp=ddp, **calm)
-    assert "Mind" not in first_page(text) and "note" not in text.split("# Details")[1][:2000]
-
     wide = ("ddp", 2, 60, lambda turn: {"seconds": 60 * 1.1 ** (turn - 1)})
-    _, text = in_turns(tmp_path / "wide", ddp=wide, turns=5, **calm)
+    rows, text = in_turns(tmp_path / "wide", ddp=wide, turns=5, **calm)
     assert "may claim too much: DDP on 1 x 2." in first_page(text)
-    note = rows_in(text, "note")["DDP", "1 x 2"]["note"]
-    assert note.startswith("repeats scatter more than the others'")
+    assert "repeats scatter more than the others'" in rows["ddp-2"]["note"]
     # Cochran's C of 4 cells with 5 repeats, at 1 %: 0.7212 in his table.
     assert grounds.largest_share(4, 16, 4) == pytest.approx(0.7212, abs=5e-5)
 
     # The last time, the baseline was measured again after DDP, and others were not.
     again = {"again": record("baseline", 1, 99.5, began="2026-01-02T09:00:00+00:00")}
-    all_three = "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2"
     for late, more, names in (
         (["ddp"], {}, "DDP on 1 x 2"),
         (["fsdp", "zero", "ddp"], {}, "baseline on 1 x 1"),
-        (["ddp"], again, all_three),
+        (["ddp"], again, "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2"),
     ):
         _, text = in_turns(tmp_path / names, ddp=ddp, together=late, more=more, **calm)
         assert f"like a slower strategy: {names}." in first_page(text)
 
-    def on_hosts(seconds):
-        """DDP with repeats of these seconds. Every other one has another second host."""
+    def on_hosts(*seconds):
+        """DDP with repeats of these seconds, every other one on another second host."""
+        one, two = record("ddp", 2)["ranks"]
+        ranks = [[one, two | {"host": host}] for host in ("n1", "n2")]
+        return "ddp", 2, 60, lambda turn: {"ranks": ranks[turn % 2], "seconds": seconds[turn]}
 
-        def changes(turn):
-            one, two = record("ddp", 2)["ranks"]
-            ranks = [one, two | {"host": f"n{1 + turn % 2}"}]
-            return {"ranks": ranks, "seconds": seconds[turn]}
-
-        return "ddp", 2, 60, changes
-
-    slow = on_hosts([60, 63.1, 60.2, 63.3])
-    _, text = in_turns(tmp_path / "slow", ddp=slow, turns=4, **calm)
+    _, text = in_turns(tmp_path / "slow", ddp=on_hosts(60, 63.1, 60.2, 63.3), turns=4, **calm)
     assert "differ by host: DDP on 1 x 2 (5% longer on n2 than on n1)." in first_page(text)
-    by_chance = on_hosts([60, 61.5, 61, 62.2])
+    by_chance = on_hosts(60, 61.5, 61, 62.2)
     _, text = in_turns(tmp_path / "chance", ddp=by_chance, turns=4, **calm)
     assert "by host" not in text
 
-
-def test_two_kinds_of_scaling_may_disagree(tmp_path):
-    """Four devices with 4 samples each are faster than one with 4, and slower than one with 16."""
-    base = {f"base{batch}": ("baseline", 1, 744 / batch, {"batch": batch}) for batch in (4, 16)}
-    _, text = in_turns(tmp_path, **base, ddp=("ddp", 4, 70, {"batch": 4}))
-    shown, same = first_page(text), "one device with the same"
-    assert f"The fastest is DDP on 1 x 4, 2.66 times as fast as {same} batch per device (" in shown
-    both = f"is faster than {same} batch per device; DDP on 1 x 4 is slower than {same} global"
-    assert f"DDP on 1 x 4 {both} batch." in shown
+    runs = {"start": record("fsdp", 2, 50, samples_per_second=128.0), "base": record("baseline")}
+    _, text = report_of(tmp_path / "few", **runs, few=record("zero2", 2, 50, steps=29))
+    words = "FSDP on 1 x 2 (slow steps cost 20% of the time) and ZeRO-2 on 1 x 2 (29 steps are too"
+    assert f"measure again: {words} few)" in first_page(text)
 
 
-def test_a_speedup_is_of_what_the_tests_compare(tmp_path):
-    """Means of logarithms. By its median, ZeRO-3 would be faster than the baseline."""
-    times = [97, 97.2, 97.4, 140, 141]
-    zero = "zero3", 2, 0, lambda turn: {"seconds": times[turn]}
-    rows, _ = in_turns(tmp_path, turns=5, base=("baseline", 1, 100, {}), zero=zero)
-    [row] = [row for row in rows.values() if row["strategy"] == "zero3"]
-    low, speedup, high = (float(row[name]) for name in ("speedup_from", "speedup", "speedup_to"))
-    assert low < speedup < high and speedup < 1
-    assert float(row["seconds"]) == pytest.approx(numpy.exp(numpy.log(times).mean()))
-
-
-DIVERGED = [(math.nan, "is nan"), (2.9, "is 2.9, not 2.1"), (2.25, "is 2.25, not 2.1")]
-
-
-@pytest.mark.parametrize("loss, words", [*DIVERGED, (2.19, "")])
+@pytest.mark.parametrize(
+    "loss, words", [(math.nan, "nan"), (2.9, "2.9, not 2.1"), (2.25, "2.25, not 2.1"), (2.19, "")]
+)
 def test_a_cell_that_learned_something_else_is_not_the_fastest(tmp_path, loss, words):
     """Under strong scaling, here with batches of 16 on two devices for 32 on one. One repeat is
     enough.
@@ -342,19 +293,14 @@ def test_a_cell_that_learned_something_else_is_not_the_fastest(tmp_path, loss, w
     cells["fsdp"] = ("fsdp", 2, 60, {"batch": 16})
     _, text = in_turns(tmp_path / "same", **cells)
     shown = first_page(text)
-    assert ("fastest is FSDP" in shown) == bool(words) != ("fastest is DDP" in shown)
-    named = rf"never the fastest: DDP on 1 x 2 \(\S+ last loss {words}\)[.]"
-    assert bool(re.search(named, shown)) == bool(words)
-    both = "DDP on 1 x 2 and FSDP on 1 x 2 are faster than one device"
-    assert (both in shown) == (not words)
+    assert f"The fastest is {'FSDP' if words else 'DDP'} on" in shown
+    assert bool(re.search(rf"never the fastest: DDP .* last loss is {words}\)", shown)) == bool(
+        words
+    )
+    assert ("DDP on 1 x 2 and FSDP on 1 x 2 are faster than one" in shown) == (not words)
     cells["ddp"] = "ddp", 2, 50, lambda turn: other(turn) | {"work": {"seed": 7}}
     _, text = in_turns(tmp_path / "seed", **cells)
     assert ("never the fastest" in text) == math.isnan(loss), "another seed has other losses"
-    # The median of the baseline's repeats counts.
-    base = "baseline", 1, 100, lambda turn: {"loss_history": other(turn)["loss_history"]}
-    right = "ddp", 2, 50, lambda turn: other(0)
-    _, text = in_turns(tmp_path / "base", base=base, ddp=right)
-    assert "The fastest is DDP" in first_page(text)
 
 
 def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path):
@@ -365,9 +311,6 @@ def test_more_devices_may_be_slower_and_a_model_may_not_fit_on_one(tmp_path):
     cells = {name: ("fsdp", n, time, {"batch": 32 // n}) for name, (n, time) in sizes.items()}
     _, text = in_turns(tmp_path / "alone", **cells)
     assert "The fastest is FSDP on 1 x 4, 29% faster than FSDP on 1 x 2 (" in first_page(text)
-    same = named("a ddp 2 60, b ddp 2 60, c fsdp 2 90, d fsdp 2 90")
-    _, text = report_of(tmp_path / "same", **same)
-    assert "No test says which strategy is the fastest; the best is DDP on" in first_page(text)
     base = {"base": ("baseline", 1, 394, {})}
     _, text = in_turns(tmp_path / "all", **base, **cells)
     shown = first_page(text)
@@ -389,10 +332,6 @@ def test_pictures_compare_equal_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
     runs = named("a baseline 1 100 4, b baseline 1 80 16, c ddp 2 60 4, d fsdp 2 70 4")
     runs |= named("e ddp 2 50 16, f fsdp 2 50 8, g fsdp 4 30 4")
-    for content in runs.values():
-        batch = content["per_device_batch_size"]
-        for rank in content["ranks"]:
-            rank |= {"memory_before_mb": 0, "peak_memory_mb": 100 * batch}
     report_of(tmp_path, draw=True, **runs)
     titled = {figure.axes[0].get_title().splitlines()[1]: figure.axes[0].lines for figure in drawn}
     trade = titled["speed and memory on 1 x 2, batch 4"]
@@ -405,49 +344,27 @@ def test_single_runs_equal_times_and_two_baselines(tmp_path):
     """What was measured once may be faster than "the fastest". Times that are equal to the digit
     carry no test. The fastest of two baselines is fast by chance, too.
     """
-    cells = {"base": ("baseline", 1, 100, {}), "ddp": ("ddp", 2, 60, {})}
-    once = record("fsdp", 2, 40, began="2026-01-02T03:09:00+00:00")
-    rows, text = in_turns(tmp_path / "one", more={"once": once}, **cells)
+    runs = named("base baseline 1 99, again baseline 1 101, c ddp 2 60, d ddp 2 61")
+    rows, text = report_of(tmp_path / "once", **runs, once=record("fsdp", 2, 40.0))
     assert "Of the cells with repeats, the fastest is DDP on 1 x 2" in first_page(text)
-    other = {"other": record("baseline", 1, 110.0, strategy_options={"x": 1})}
-    rivals, _ = in_turns(tmp_path / "two", more=other, **cells)
-    narrow, wide = (
-        float(found["ddp-1"]["speedup_to"]) - float(found["ddp-1"]["speedup_from"])
-        for found in (rows, rivals)
-    )
-    assert narrow < wide
-    same = {name: (*cell[:3], {"seconds": cell[2]}) for name, cell in cells.items()}
-    _, text = in_turns(tmp_path / "same", **same, fsdp=("fsdp", 2, 60, {"seconds": 60.00001}))
-    shown = first_page(text)
-    best = "the best is DDP on 1 x 2, 1.67 times as fast as one device."
-    assert f"No test says which strategy is the fastest; {best}" in shown and "0%" not in shown
-    assert "Mind: repeats are equal to the digit" in shown
+    rival = named("other baseline 1 110", strategy_options={"x": 1})
+    rivals, text = report_of(tmp_path / "rival", **runs, **rival)
+    assert float(rivals["c"]["speedup_to"]) > float(rows["c"]["speedup_to"]) > 0
+    assert "in 99.99 s and 110.00 s (x: 1)." in first_page(text)
+    runs = named("base baseline, again baseline, c ddp 2 60, d ddp 2 60")
+    runs |= named("e fsdp 2 60.00001, f fsdp 2 60.00001")
+    shown = first_page(report_of(tmp_path / "same", **runs)[1])
+    best = "the best is DDP on 1 x 2, 1.67 times as fast as one device. Mind: repeats are equal to"
+    assert f"No test says which strategy is the fastest; {best} the digit" in shown
     # Without repeats of the baseline, too, strategies are compared.
-    several = {"ddp": cells["ddp"], "fsdp": ("fsdp", 2, 90, {})}
-    _, text = in_turns(tmp_path / "few", more={"base": record("baseline")}, **several)
-    best = "faster than one; the best is DDP on 1 x 2, 1.67 times as fast as one device"
-    assert f"{best}, and 50% faster than FSDP on 1 x 2 (" in first_page(text)
-
-
-def test_many_cells_are_counted_and_workloads_have_titles(tmp_path):
-    """Three names, and how many more. A title has what tells workloads with one model apart."""
-    kinds = ("ddp", "fsdp", "zero1", "zero2", "zero3", "mine")
-    runs = {f"{kind}{i}": record(kind, 2, 50 + i) for kind in kinds for i in (1, 2)}
-    runs |= named("b baseline 1 90, b2 baseline 1 91") | named("c ddp 2 50", work={"dropout": 0.5})
-    _, text = report_of(tmp_path, **runs, gpt=record("ddp", 2, 50, work={"model": "gpt"}))
-    assert "DDP on 1 x 2, FSDP on 1 x 2, ZeRO-1 on 1 x 2 and 3 more are faster" in text
-    titles = re.findall("^## (.* on .*)", text.split("# Details")[0], re.M)
-    assert titles == [f"lstm-64 on digits, dropout {rate}" for rate in (0.1, 0.5)] + [
-        "gpt on digits"
-    ]
-
-
-# -------- chance
+    runs = named("base baseline, c ddp 2 60, d ddp 2 61, e fsdp 2 90, f fsdp 2 91")
+    best = "faster than one; the best is DDP on 1 x 2, 1.65 times as fast as one device, and 50%"
+    assert f"{best} faster than FSDP on 1 x 2 (" in report_of(tmp_path / "few", **runs)[1]
 
 
 def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
     """Two workloads, each with Dunnett's test and Tukey's: 1.25 % each. The baseline's spread is in
-    the interval of a speedup.
+    the interval of a speedup, which is that of the means of logarithms.
     """
     seconds = {"baseline": (100, 103, 99), "ddp": (91, 90, 88), "fsdp": (97, 99, 96, 98)}
     runs = {}
@@ -464,6 +381,8 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
         row = next(row for row in rows.values() if row["strategy"] == strategy)
         ends = [float(row["speedup_from"]), float(row["speedup_to"])]
         assert ends == pytest.approx([math.exp(-high[i]), math.exp(-low[i])], rel=2e-3)
+        gain = math.exp(base.mean() - others[i].mean())
+        assert float(row["speedup"]) == pytest.approx(gain, rel=1e-9)
         assert row["sure"] == ("faster" if strategy == "ddp" else "")
     low, high = tukey_hsd(*others).confidence_interval(1 - 0.05 / 4)
     margin = math.expm1((high[0, 1] - low[0, 1]) / 2)
@@ -472,40 +391,33 @@ def test_the_tests_are_scipys_and_share_five_percent_in_a_report(tmp_path):
 
 @pytest.mark.slow
 def test_claims_are_false_in_five_percent_of_reports_at_most():
-    """By simulation, with the table of the benchmarks' page. More repeats show more."""
+    """By simulation, with the tables of the benchmarks' page. More repeats show more."""
     printed = run([sys.executable, "benchmarks/claims.py"]).out
     assert printed.strip() in (ROOT / "benchmarks" / "README.md").read_text()
-    numbers, worlds = printed.split("\n\n")
-    rows = [re.findall(r"[\d.]+", line) for line in numbers.splitlines()[2:]]
+    rows = [re.findall(r"[\d.]+", line) for line in printed.split("\n\n")[0].splitlines()[2:]]
     repeats, false, power, _ = zip(*[map(float, row) for row in rows], strict=True)
     assert repeats == (2, 3, 5, 10) and max(false) <= 5
     assert list(power) == sorted(power) and power[-2] > 50 and power[-1] > 90
-    # With equal spreads there is a note in one report of a hundred. Where one cell scatters ten
-    # times as much, or cells are measured one after the other, false claims are noted.
-    shares = [[float(x) for x in re.findall(r"([\d.]+)%", row)] for row in worlds.splitlines()[2:]]
-    assert shares[0][1] <= 1 and shares[1][0] > 15 and min(shares[1][1], shares[3][1]) > 85
-    assert shares[-1] == [100, 100, 0] and shares[-2][0] <= 5
 
 
 def test_what_a_report_shows_is_what_its_repeats_carry(tmp_path):
-    """DDP is the fastest beyond them; ZeRO-2 and FSDP overlap; ZeRO-3 is slower than a device."""
-    times = {"ddp": 55, "fsdp": 71, "zero2": 72, "zero3": 111}
+    """DDP is the fastest beyond them; ZeRO-2 and FSDP overlap; ZeRO-3 is slower than a device.
+    Where the grounds are not weak, not a word of them.
+    """
+    times = {"ddp": 55, "fsdp": 71, "zero1": 71.5, "zero2": 72, "mine": 73, "zero3": 111}
     cells = {name: (name, 2, seconds, {}) for name, seconds in times.items()}
     lost = {"lost": record("zero3", 4, nodes=2, status="failed")}
-    _, text = in_turns(tmp_path, more=lost, baseline=("baseline", 1, 100, {}), **cells)
+    rows, text = in_turns(tmp_path, more=lost, baseline=("baseline", 1, 100, {}), **cells)
     first = "DDP on 1 x 2, 1.82 times as fast as one device (efficiency 91%), and 29% faster than"
     shown = first_page(text)
     assert shown.startswith(f"The baseline, one device, trains in 100.00 s. The fastest is {first}")
-    assert "DDP on 1 x 2, FSDP on 1 x 2 and ZeRO-2 on 1 x 2 are faster than one device" in shown
+    assert "DDP on 1 x 2, FSDP on 1 x 2, ZeRO-1 on 1 x 2 and 2 more are faster than one de" in shown
     assert "ZeRO-3 on 1 x 2 is slower than one device. Lost: ZeRO-3 on 2 x 2 (failed)." in shown
-    names = ("DDP", "FSDP", "ZeRO-2", "ZeRO-3")
-    two = ["55.0 s, 1.82×, 91 %", "71.0 s, 1.41×, 70 %", "72.0 s, 1.39×, 69 %"]
-    cells = {("1 x 2", "64"): dict(zip(names, [*two, "111.0 s, 0.90×, 45 %"], strict=True))}
-    cells |= {("2 x 2", ""): dict(zip(names, ["", "", "", "no result"], strict=True))}
-    assert rows_in(text, "DDP") == cells
-
-
-# -------- a folder
+    assert {row["note"] for row in rows.values()} == {""}
+    head, row, last = rows_of(text)[:3]
+    assert head[2:] == ["DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "mine"]
+    assert row[:4] == ["1 x 2", "64", "55.0 s, 1.82×, 91 %", "71.0 s, 1.41×, 70 %"]
+    assert last == ["2 x 2", "", "", "", "", "", "no result", ""]
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 0.5, True, [], ["x"], {"x": 1}], ids=str)
@@ -517,15 +429,9 @@ def test_a_wrong_type_in_a_record_skips_this_record(tmp_path, value):
     runs = {f"bad-{name}": good | {name: value} for name in good}
     for name in good["workload"]:
         runs[f"bad-work-{name}"] = good | {"workload": good["workload"] | {name: value}}
-    runs["bad-train"] = good | {"seconds": {"train": value, "total": 9}}
     rows, text = report_of(tmp_path, good=good, base=record("baseline"), **runs)
     lines = re.findall(r"skipped bad-\S+/run.json: no run record \((\w\S*): .*\)", text)
     assert "base" in rows and len(lines) > 10
-    line = "bad-train/run.json: no run record (seconds.train: Input should be a valid number"
-    assert line in text or value != "x"
-
-
-# -------- hostile input
 
 
 EVIL = '</title><script>alert(1)</script><img src=x onerror="alert(1)">'
@@ -533,24 +439,16 @@ CODES = "\x1b[2J\x07\u202e\x00\x9b31m"
 LINK = "[x](javascript:alert(1)) ![t](http://x/t.png) `a` | b $\\foo{c$ *d* _e_"
 
 
-def test_no_file_is_written_outside_of_the_folder(tmp_path):
-    """Through links in it, as report.md or a picture."""
-    target = tmp_path / "target"
-    target.write_text("mine")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in ("report.md", "report.html", "report.csv", "efficiency.svg"):
-        (folder / name).symlink_to(target)
-    report_of(folder, draw=True, base=record("baseline"), ddp=record("ddp", 2, 50))
-    assert target.read_text() == "mine"
-    assert (folder / "efficiency.svg").read_text().startswith("<?xml")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target"]
-
-
 def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
     """Whatever a run.json, a sweep.csv or a file of times says is shown as it is. But no control
-    character reaches the terminal or a file, and no formula a spreadsheet.
+    character reaches the terminal or a file, and no formula a spreadsheet. No file is written
+    through a link.
     """
+    folder, target = tmp_path / "runs", tmp_path / "target"
+    folder.mkdir()
+    target.write_text("mine")
+    for name in ("report.md", "report.html", "report.csv", "efficiency-5.svg"):
+        (folder / name).symlink_to(target)
     work = {"model": "@SUM(1)", "=HYPERLINK(1)": "+1", "dataset": "\t-2", "number": -3}
     runs = {"sums": record("ddp", 2, 50, device_name="=cmd|' /C calc'!A0", work=work)}
     runs["half"] = record("ddp", 2, 50, script="\ud800")  # of a pair: no text
@@ -561,52 +459,42 @@ def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
         bad["ranks"][0] |= {"host": text, "device_name": text}
         runs |= {f"bad{number}": bad, f"lost{number}": bad | {"status": "failed"}}
         runs[f"status{number}"] = bad | {"status": text}
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "sweep.csv").write_text(f'{PLAN}{LINK},"{EVIL}",1,2,1,"{LINK}"\n')
+    (folder / "sweep.csv").write_text(f'{PLAN}{LINK},"{EVIL}",1,2,1,"{LINK}"\n')
     (tmp_path / "t.csv").write_text(f'{HEAD}baseline,1,1,9\n"{LINK[:58]}",1,2,9\n"<b>",1,2,9\n')
-    report_of(tmp_path / "runs", "--times", tmp_path / "t.csv", draw=True, **runs)
-    files = [path.read_text() for path in (tmp_path / "runs").glob("*.*")]
-    shown = "".join([*files, capsys.readouterr().out])
-    assert len(files) > 4 and not re.search(r"(?!\n)[\x00-\x1f\x7f-\x9f\u202e]", shown)
-    assert "\\x1b" in shown
-    cells = [cell for row in csv.reader(open(tmp_path / "runs" / "report.csv")) for cell in row]
+    report_of(folder, "--times", tmp_path / "t.csv", draw=True, **runs)
+    assert target.read_text() == "mine"
+    shown = "".join([*(path.read_text() for path in folder.glob("*.*")), capsys.readouterr().out])
+    assert "\\x1b" in shown and not re.search(r"(?!\n)[\x00-\x1f\x7f-\x9f\u202e]", shown)
+    cells = [cell for row in csv.reader(open(folder / "report.csv")) for cell in row]
     assert "-3" in cells and {"'@SUM(1)", "'=HYPERLINK(1)", "'+1", "'-2"} <= set(cells)
     assert not [cell for cell in cells if cell[:1] in ("=", "+", "@")]
-    shown = (tmp_path / "runs" / "report.html").read_text()
-    body = shown.split("</head>")[1]
-    tags = set(re.findall(r"<\s*/?\s*(\w+)", body))
-    known = "body h1 h2 p strong em code div table thead tbody tr th td ul li img html a wbr"
-    assert tags <= set(known.split())
-    assert "<script" not in shown.lower()
+    body = (folder / "report.html").read_text().split("</head>")[1].replace("<wbr>", "")
+    known = "body h1 h2 p strong em code div table thead tbody tr th td ul li img html a"
+    assert set(re.findall(r"<\s*/?\s*(\w+)", body)) <= set(known.split())
     sources = set(re.findall(r'(?:src|href)="(.*?)[;"]', body))
     assert sources == {"data:image/svg+xml", "data:text/csv"}
-    body = body.replace("<wbr>", "")
     assert html.unescape(body).count(LINK[:44]) > 3 and html.escape(EVIL[:20]) in body
-    pictures_drawn = "".join(path.read_text() for path in (tmp_path / "runs").glob("*.svg"))
-    assert "<script" not in pictures_drawn and LINK[:30] in html.unescape(pictures_drawn)
-
-
-HOSTILE = ["[" * 100_000, '{"a":' * 9000, "\0", '"x"', "9" * 5000, "{}", '{"status": "comp']
+    drawn = "".join(path.read_text() for path in folder.glob("*.svg"))
+    assert "<script" not in drawn and LINK[:30] in html.unescape(drawn)
 
 
 def test_a_record_that_contradicts_itself_or_is_too_long_is_left_out(tmp_path):
     ddp = record("ddp", 2, 50)
     twice = [rank | {"rank": 0} for rank in ddp["ranks"]]
-    many = {f"key{i}": i for i in range(1000)}
     runs = {
-        "ranks": {"devices": 8, "global_batch_size": 256},
-        "ranks: they are not": {"devices": 10**10, "global_batch_size": 32 * 10**10},
+        "ranks: they are not those from 0 to 9": {"devices": 10**10},
         "ranks: they are not those from 0 to 1, each once": {"ranks": ddp["ranks"][:1]},
         "ranks: they are not those": {"ranks": twice},
         "global_batch_size: 2 x 32 are not 63": {"global_batch_size": 63},
         "global_batch_size: 2 x 128": {"gradient_accumulation_steps": 4},
         "strategy_options": {"strategy_options": {"x": "y" * 1_000_000}},
-        "workload": {"workload": ddp["workload"] | many},
+        "workload": {"workload": ddp["workload"] | {f"key{i}": i for i in range(1000)}},
         "seconds: the times of a run have to be": {"seconds": {"train": 0, "total": 9}},
         "seconds.train: Input should be a finite": {"seconds": {"train": math.nan, "total": 9}},
     }
     files = {f"bad{i}": ddp | changes for i, changes in enumerate(runs.values())}
-    for i, content in enumerate(HOSTILE):
+    hostile = ["[" * 100_000, '{"a":' * 9000, "\0", '"x"', "9" * 5000, "{}", '{"status": "comp']
+    for i, content in enumerate(hostile):
         (tmp_path / f"hostile{i}").mkdir()
         (tmp_path / f"hostile{i}" / "run.json").write_text(content)
     dp = record("dp", 8, 20)  # one process with eight GPUs
@@ -614,73 +502,56 @@ def test_a_record_that_contradicts_itself_or_is_too_long_is_left_out(tmp_path):
     assert set(rows) == {"base", "good", "dp"} and len(text) < 9000
     for i, words in enumerate(runs):
         assert re.search(rf"skipped bad{i}/run.json: .*{words}", text), words
-    assert len(re.findall(r"skipped hostile./run.json.{1,500}$", text, re.M)) == len(HOSTILE)
-
-
-# -------- times by hand
+    assert len(re.findall(r"skipped hostile./run.json.{1,500}$", text, re.M)) == len(hostile)
 
 
 def test_times_are_read_as_people_write_them(tmp_path):
     """Decimal commas, other separators, capitals, 1.0 nodes; a bad row costs no other one."""
+    path = tmp_path / "t.csv"
     for text in (
         "Strategy;Nodes;GPUs_per_node;Seconds\nSingle GPU;1.0;1;0m5,026s\nZeRO-2;1,0;2;0m2,513s\n",
         HEAD.replace(",", "\t") + "baseline\t1\t1\t5.026\nDeepSpeed stage 2\t1\t2\t2.513\n",
         HEAD + "baseline,1,1,0m5,026s\nds-zero2,1,2,0m2,513s\nfsdp,1,2,x\n",
     ):
-        (tmp_path / "t.csv").write_text(text, encoding="utf-8-sig")
-        run_report("--times", tmp_path / "t.csv", "--output_dir", tmp_path)
+        path.write_text(text, encoding="utf-8-sig")
+        run_report("--times", path, "--output_dir", tmp_path)
         shown = (tmp_path / "report.md").read_text()
-        assert rows_in(shown, "ZeRO-2") == {("1 x 2", "2.5 s, 2.00×, 100 %"): {}}
+        assert rows_of(shown)[1] == ["1 x 2", "2.5 s, 2.00×, 100 %"]
     assert "t.csv, line 4: 'x' is no time such as 186.6 or 3m6.619s" in shown
     # A point among decimal commas may mean thousands, unless other digits or minutes stand by it.
     rows = "baseline;1;1;1.234\nddp;1;2;731,5\nfsdp;1;2;812.25\nzero2;1;2;2m1.234s\n"
-    (tmp_path / "t.csv").write_text(HEAD.replace(",", ";") + rows)
-    runs, [note] = times.read_times(tmp_path / "t.csv")
+    path.write_text(HEAD.replace(",", ";") + rows)
+    runs, [note] = times.read_times(path)
     assert [run.seconds for run in runs] == [731.5, 812.25, 121.234]
     assert "line 2: '1.234' is no time: other rows have decimal" in note
+    for text, message in (
+        ("strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
+        (HEAD.replace("\n", ",seconds\n"), "the first line names seconds twice"),
+        (f"{HEAD}ddp,two,1,12\n", "line 2: nodes has to be a whole number from 1"),
+        (HEAD, "there are no times"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=f"^error: .*{message}.*$"):
+            run_report("--times", path)
     names = {"Fully Sharded Data Parallel": "fsdp", "Distributed Data-Parallel": "ddp"}
     names |= {"DeepSpeed ZeRO stage 3 offload": "zero3_offload", "Horovod": "horovod"}
     assert {text: times.name_strategy(text) for text in names} == names
-    for text, seconds in (("186.6", 186.6), (" 3m6.619s", 186.619), ("1h2m3.5s", 3723.5)):
-        assert times.parse_seconds(text) == pytest.approx(seconds)
-    for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "s", "2,400", "9" * 400, "1e9"):
+    assert times.parse_seconds("1h2m3.5s") == 3723.5
+    for text in ("", "3 m", "-3", "0", "1:58", "nan", None, "2,400", "9" * 400, "1e9"):
         with pytest.raises(ValueError, match="is no time"):
             times.parse_seconds(text)
 
 
-@pytest.mark.parametrize(
-    "words, times, message",
-    [
-        ("--times t.csv", "strategy,nodes,seconds\nddp,1,3\n", "no column gpus_per_node"),
-        ("--times t.csv", HEAD.replace("\n", ",seconds\n"), "the first line names seconds twice"),
-        ("--times t.csv", f"{HEAD}ddp,two,1,12\n", "line 2: nodes has to be a whole number from 1"),
-        ("--times t.csv", HEAD, "there are no times"),
-        (".", "", "no run.json below"),
-        ("x", "", "there is no x"),
-        (". --predict 8", "", "unrecognized arguments: --predict 8"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, monkeypatch, words, times, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.csv").write_text(times)
-    with pytest.raises(SystemExit, match=f"^error: .*{re.escape(message)}.*$"):
-        run_report(*words.split())
+def make_example(folder):
+    shutil.unpack_archive(EXAMPLE / "records.tar.xz", folder / "records", filter="data")
+    run_report(folder / "records", "--output_dir", folder, draw=True)
 
 
-# -------- pages
-
-
-def test_the_example_report_is_what_its_records_give(tmp_path, monkeypatch):
+def test_the_example_report_is_what_its_records_give(tmp_path):
     """And nothing was edited by hand. report.html is one file, with report.csv and pictures as
-    links by which a reader saves them. No point lies outside of its picture.
+    links by which a reader saves them.
     """
-    drawn = []
-    monkeypatch.setattr(pictures.pyplot, "close", drawn.append)
-    run_report(EXAMPLE / "records.tar.xz", "--output_dir", tmp_path, draw=True)
-    for [axes] in [figure.axes for figure in drawn]:
-        markers = [line for line in axes.lines if line.get_linestyle() == "None"]
-        points = [point for line in markers for point in line.get_xydata()]
-        assert points and all(axes.viewLim.contains(*point) for point in points)
+    make_example(tmp_path)
     old, made = ((folder / "report.md").read_text().split() for folder in (EXAMPLE, tmp_path))
     assert old == made
     tables = [csv.reader(open(folder / "report.csv")) for folder in (EXAMPLE, tmp_path)]
@@ -688,45 +559,35 @@ def test_the_example_report_is_what_its_records_give(tmp_path, monkeypatch):
         assert one == other or float(one) == pytest.approx(float(other))
     made = {path.name for path in tmp_path.glob("*.svg")}
     assert made == {path.name for path in EXAMPLE.glob("*.svg")} == {"efficiency.svg", "trade.svg"}
-    shown = (tmp_path / "report.html").read_text()  # one file
+    shown = (tmp_path / "report.html").read_text()
     assert shown.count('src="data:') == shown.count("<img ") == 2
-    links = re.findall(r'<a download="(.*?)" href="data:.*?;base64,(.*?)"', shown)
-    assert len(links) == shown.count("href=") == 3
-    for name, data in links:
+    links = dict(re.findall(r'<a download="(.*?)" href="data:.*?;base64,(.*?)"', shown))
+    assert {*links} == {"report.csv", *made} and shown.count("href=") == 3
+    for name, data in links.items():
         assert base64.b64decode(data) == (tmp_path / name).read_bytes()
-    assert shown.count("<table") == len(re.findall(r'class="table">\s*<table', shown)) > 3
 
 
-LOOK = """<script>addEventListener("load", () => { top.document.title = JSON.stringify([
-[...document.images].map(image => image.naturalWidth > 99 && image.getBoundingClientRect().right),
-document.documentElement.scrollWidth, innerWidth, document.querySelectorAll("table").length,
-]); });</script></body>"""
+LOOK = """<script>addEventListener("load", () => {
+const drawn = [...document.images].filter(image => image.naturalWidth > 99).length;
+top.document.title += `${document.documentElement.scrollWidth} wide, ${drawn} pictures;`;
+}); </script></body>"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 820, 1400])
-def test_a_browser_shows_the_html(tmp_path, width):
-    """report.html on a phone and on screens: all pictures are drawn, and nothing is wider than the
-    window, here a frame, as Chromium makes no window as narrow as a phone. On paper, the first page
-    is upright, and the details lie.
+def test_a_browser_shows_the_html(tmp_path):
+    """On a phone and on a screen, all pictures of report.html are drawn, and nothing is wider than
+    the window. Here these are frames, as Chromium makes no window as narrow as a phone.
     """
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no Chromium is installed (Debian's package chromium)")
-    run_report(EXAMPLE / "records.tar.xz", "--output_dir", tmp_path / "made", draw=True)
-    text = (tmp_path / "made" / "report.html").read_text().replace("</body>", LOOK)
-    page, count = tmp_path / "page.html", text.count("<img ")
-    frame = f'<iframe width="{width}" height="800" srcdoc="{html.escape(text)}"></iframe>'
-    page.write_text(f"<style>iframe {{ border: 0 }}</style>{frame}")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run([browser, *words], capture_output=True, text=True)
-    [seen] = re.findall(r"<title>(\[.*?\])</title>", done.stdout)
-    pictures_end, content, window, tables_shown = json.loads(seen)
-    assert len(pictures_end) == count == 2 and all(0 < end <= window for end in pictures_end), seen
-    assert content <= window == width and tables_shown > 3, seen
-    words = [word for word in words[:-2] if "window" not in word]
-    paper, source = tmp_path / "paper.pdf", tmp_path / "made" / "report.html"
-    subprocess.run([browser, *words, f"--print-to-pdf={paper}", source.as_uri()], check=True)
-    boxes = re.findall(rb"/MediaBox \[0 0 (\d+)[\d.]* (\d+)", paper.read_bytes())
-    assert boxes[0] == (b"594", b"841") and boxes[1] == (b"841", b"594"), boxes
+    make_example(tmp_path)
+    text = html.escape((tmp_path / "report.html").read_text().replace("</body>", LOOK))
+    frame = '<iframe width="{}" height="800" style="border: 0" srcdoc="{}"></iframe>'.format
+    page = tmp_path / "page.html"
+    page.write_text(frame(390, text) + frame(1400, text))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom"]
+    words = [browser, *words, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True)
+    [seen] = re.findall("<title>(.*?);</title>", done.stdout)
+    assert sorted(seen.split(";")) == ["1400 wide, 2 pictures", "390 wide, 2 pictures"]

@@ -10,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import cache
 
-import laptop
 import pytest
 import torch
 import yaml
@@ -50,14 +48,12 @@ import os, signal, sys, time
 from pathlib import Path
 folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 checkpoint = folder / "checkpoints" / "step_00000001"
-again, told = checkpoint.exists(), []
-signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+again = checkpoint.exists()
+signal.signal(signal.SIGUSR1, lambda *_: checkpoint.mkdir(parents=True, exist_ok=True))
 (folder / f"rank_{os.environ['RANK']}").write_text(os.environ["MASTER_PORT"])
-while not (again or told or (folder / "go").exists()):
+while not (checkpoint.exists() or (folder / "go").exists()):
     time.sleep(0.1)
-if told:
-    checkpoint.mkdir(parents=True, exist_ok=True)
-else:
+if again or not checkpoint.exists():
     (folder / "run.json").write_text('{"status": "completed"}')
 """
 
@@ -70,13 +66,10 @@ def project(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "tests" / "probe.py", folder)
     configs = folder / "accelerate_configs"
-    sizes = "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
-    (configs / "hybrid.yaml").write_text((configs / "fsdp.yaml").read_text() + sizes)
     settings = yaml.safe_load((configs / "ddp.yaml").read_text()) | {"gpu_ids": "0,1"}
     (configs / "flow.yaml").write_text(json.dumps(settings))  # as YAML may be, too
     (folder / "saves.py").write_text(SAVES)
-    check = QUICK_CHECK.replace("range(7, 26, 2)", "range(7, 26, 6)")  # of fewer sizes
-    (folder / "check.py").write_text(check)
+    (folder / "check.py").write_text(QUICK_CHECK)
     (folder / "common").symlink_to(ROOT / "common")
     with open(folder / "sbatch" / "site.sh", "a") as site:
         site.write("export FROM_THE_SITE_FILE='read it' MASTER_ADDR=${ADDRESS:-}\n")
@@ -92,68 +85,47 @@ def read(file):
     return json.loads(file.read_text())
 
 
-@pytest.fixture(scope="module")
-def one_machine(tmp_path_factory):
-    """script -> the Result of a run of DDP without Slurm."""
-    make = tmp_path_factory.mktemp
-    return cache(lambda script: launch("ddp", f"{script}.py", make(script) / "run", *WORK[script]))
-
-
-def train_on_two_nodes(start, one_machine, folder, script, *words, flags=(), **env):
-    """The Slurm job of a spied run, its log and its record. It has the losses of one machine."""
-    env |= {"SPY_SCRIPT": script, "SPY_WIRE": str(folder)}
-    words = [*words, "tests/spy.py", *WORK[script], *flags, "--output_dir", folder / "run"]
-    job = start(*words, env=env)
-    log, record = job(), read(folder / "run" / "run.json")
-    reference = one_machine(script).record
-    losses = [[loss for _, loss in run["loss_history"]] for run in (record, reference)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
-    return job.job, log, record
-
-
-def bytes_between_nodes(folder, ranks):
-    """What a node sends in a step, by the spies of one rank on each node."""
-    counted = [read(folder / f"wire_{rank}.json") for rank in ranks]
-    return sum(last - first for first, last in counted) / 10 / len(ranks)
-
-
 OTHERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "zero2", *RUNGS)]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero3", *OTHERS])
+@pytest.mark.parametrize("name", ["ddp", "zero3", "hsdp", *OTHERS])
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
-    name, start, one_machine, tmp_path
+    name, start, tmp_path
 ):
-    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. The
-    others make the calls of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
+    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. HSDP
+    has two processes on each node, and shards inside it. Only gradients leave a node: of a shard
+    from each rank, by an all-reduce of two, which sends its bytes once. The others make the calls
+    of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
     """
-    script = "train_mnist_rnn" if name == "ddp" else "train_bert_squad"
-    words = [script, "sbatch/2node.sh", *[f"accelerate_configs/{name}.yaml"] * (name != "ddp")]
-    job, log, record = train_on_two_nodes(start, one_machine, tmp_path, *words)
+    script = "train_mnist_rnn" if name in ("ddp", "hsdp") else "train_bert_squad"
+    words = [] if name == "ddp" else [f"accelerate_configs/{name}.yaml"]
+    words = ["sbatch/2node.sh", *words, "tests/spy.py", *WORK[script]]
+    env = {"SPY_SCRIPT": script, "SPY_WIRE": str(tmp_path)}
+    hosts, gpus = ["n1", "n2"], 1
+    if name == "hsdp":
+        words = ["--gres=none", *words, "--per_device_train_batch_size", "4"]
+        env["PROCESSES_PER_NODE"] = "2"
+        hosts, gpus = ["n1", "n1", "n2", "n2"], 0
+    job = start(*words, "--output_dir", tmp_path / "run", env=env)
+    log, record = job(), read(tmp_path / "run" / "run.json")
+    for line in (f"n1: {gpus} GPU(s), 4 core(s)", f"n2: {gpus} GPU(s)"):
+        assert line in log and f"--num_processes {len(hosts)}" in log
     assert (record["status"], record["nodes"]) == ("completed", 2)
-    assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job
-    assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [(0, "n1"), (1, "n2")]
-    for line in ("n1: 1 GPU(s), 4 core(s)", "n2: 1 GPU(s)", "--num_processes 2"):
-        assert line in log
+    assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job.job
+    assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [*enumerate(hosts)]
+    alone = launch("ddp", f"{script}.py", tmp_path / "alone", *WORK[script]).record
+    losses = [[loss for _, loss in run["loss_history"]] for run in (record, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
+    options = record["strategy_options"]
+    if name == "hsdp":
+        assert (options["dp_replicate_size"], options["dp_shard_size"]) == ("2", "2")
     # Copies of the parameters that two ranks send over gloo, which has no reduce-scatter.
-    copies = {"ddp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp": 2, "zero3": 1.5}[record["strategy"]]
-    keeps = record["strategy_options"].get("reshard_after_forward") == "false"
-    formula = (copies - keeps / 2) * 4 * record["parameters"]
-    assert bytes_between_nodes(tmp_path, (0, 1)) == pytest.approx(formula, rel=0.05)
-
-
-def test_hsdp_shards_inside_the_nodes_that_slurm_granted(start, one_machine, tmp_path):
-    """Two nodes with two processes each. Only gradients leave a node: of a shard from each rank, by
-    an all-reduce of two, which sends its bytes once. FSDP's parameters would leave it, too.
-    """
-    words = ["train_mnist_rnn", "--gres=none", "sbatch/2node.sh", "accelerate_configs/hsdp.yaml"]
-    how = {"PROCESSES_PER_NODE": "2", "flags": ["--per_device_train_batch_size", "4"]}
-    _, _, record = train_on_two_nodes(start, one_machine, tmp_path, *words, **how)
-    assert (record["strategy"], record["nodes"], record["devices"]) == ("hsdp", 2, 4)
-    sizes = record["strategy_options"]
-    assert (sizes["dp_replicate_size"], sizes["dp_shard_size"]) == ("2", "2")
-    gradients = 4 * record["parameters"]
-    assert bytes_between_nodes(tmp_path, (0, 3)) == pytest.approx(gradients, rel=0.05)
+    copies = {"ddp": 1, "hsdp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp": 2, "zero3": 1.5}
+    keeps = options.get("reshard_after_forward") == "false"
+    formula = (copies[record["strategy"]] - keeps / 2) * 4 * record["parameters"]
+    counted = [read(tmp_path / f"wire_{rank}.json") for rank in (0, len(hosts) - 1)]
+    sent = sum(last - first for first, last in counted) / 10 / 2
+    assert sent == pytest.approx(formula, rel=0.05)
 
 
 WORLD = {  # of six ranks on two nodes
@@ -178,7 +150,7 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
     """
     monkeypatch.delenv("OMP_NUM_THREADS")  # A job then has as many as the cores allow.
     odd = ["it's", 'a "b"  c', "$HOME", "*", "", "--output_dir=~/gp us"]
-    words = "--exclusive --gres=gpu:a100:3 sbatch/2node.sh accelerate_configs/hybrid.yaml"
+    words = "--exclusive --gres=gpu:a100:3 sbatch/2node.sh accelerate_configs/hsdp.yaml"
     env = {"HOME": str(tmp_path), "PATH": f"{project}/scontrol:{os.environ['PATH']}"}
     probe = ["--mixed_precision", "bf16", "probe.py", *odd]
     gpus = start(*words.split(), *probe, cwd=project, env=env)
@@ -197,7 +169,7 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
 
     seen = [read(tmp_path / "gp us" / f"rank_{rank}.json") for rank in range(6)]
     assert [rank["host"] for rank in seen] == ["n1"] * 3 + ["n2"] * 3
-    own = f"runs/probe-hybrid-{gpus.job}"
+    own = f"runs/probe-hsdp-{gpus.job}"
     for rank in seen:
         assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 3, "of the four of the node"
         assert rank["command"][1:] == ["--resume", "--output_dir", own, *odd]
@@ -237,9 +209,7 @@ REFUSED = {  # what sbatch gets, and what the job says
     "--gres=none sbatch/1node.sh probe.py": "must be a number from 1 on, got 'two'",
     "--gpus-per-node=4 sbatch/1node.sh probe.py": "ask with --gres=gpu:N, which",
     "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
-    "--gres=none --gpus=3 sbatch/2node.sh probe.py": "ask for the same on each, with --gres=gpu:N",
     "sbatch/1node.sh accelerate_configs/flow.yaml probe.py": "flow.yaml has gpu_ids",
-    "sbatch/1node.sh accelerate_configs/ddp.yaml --gpu_ids 0,1 probe.py": "--gpu_ids comes from",
     "sbatch/2node.sh probe.py --output_dir /dev/shm/x": "n2 does not see what the first",
     "--nodes=1 : --nodes=1 sbatch/1node.sh probe.py": "a heterogeneous job",
 }
@@ -293,7 +263,7 @@ def test_check_measures_the_link(start, project, tmp_path):
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         line = record["collectives"][name]
         sizes, seconds = zip(*line["times"], strict=True)
-        assert sizes == (2**7, 2**13, 2**19, 2**25) and min(seconds) > 0
+        assert (sizes[0], sizes[-1]) == (2**7, 2**25) and min(seconds) > 0
         assert line["latency_seconds"] >= 0 and line["bandwidth_bytes_per_second"] > 0
         assert log.count(f" {name}: ") == 1 and 0 <= line["residual"] < 1
 
@@ -346,25 +316,20 @@ def test_sweep_submits_the_matrix_and_reports_what_is_missing(cluster, tmp_path)
     site = {"SWEEP_GRES": "none", "SBATCH_EXPORT": "NONE"}
     out = cluster.on("ctl", "sbatch/sweep.sh", *words, cwd=ROOT, env=site, check=False)
     assert "the last job writes " in out, out
-    with open(folder / "sweep.csv") as file:
-        plan = {row["run"]: row["job"] for row in csv.DictReader(file)}
-    assert " ".join(plan) == "baseline-1x1-r1 ddp-1x2-r1 ddp-1x99-r1 ddp-2x2-r1"
-    assert plan["ddp-1x99-r1"] == "refused"
     log = folder / "report.log"
     cluster.wait_until(lambda: log.exists() and "written: " in log.read_text(), 200)
     report = (folder / "report.md").read_text()
     assert "ddp-1x99-r1 (ddp, 1 x 99): failed or missing, job refused" in report
-    assert f"ddp-2x2-r1 (ddp, 2 x 2): failed or missing, job {plan['ddp-2x2-r1']}" in report
-    with open(folder / "report.csv") as file:
-        rows = {row["strategy"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"baseline", "ddp"} and float(rows["ddp"]["speedup"]) > 0
-    assert (rows["ddp"]["nodes"], rows["ddp"]["gpus_per_node"]) == ("1", "2")
+    assert re.search(r"ddp-2x2-r1 \(ddp, 2 x 2\): failed or missing, job \d", report)
+    base, ddp = csv.DictReader((folder / "report.csv").read_text().splitlines())
+    assert (base["run"], ddp["run"]) == ("baseline-1x1-r1", "ddp-1x2-r1")
+    assert float(ddp["speedup"]) > 0
     kept = {path.name for path in (folder / "ddp-1x2-r1").iterdir()}
     assert "model.safetensors" in kept and not kept & {"checkpoints", "best"}
 
 
-def sweep(*words, env=None, cwd=ROOT):
-    return run(["env", "-C", str(cwd), "sbatch/sweep.sh", *map(str, words)], env=env)
+def sweep(*words, env=None):
+    return run(["sbatch/sweep.sh", *map(str, words)], env=env)
 
 
 def test_sweep_says_what_it_may_cost(tmp_path):
@@ -395,7 +360,6 @@ def test_sweep_says_what_it_may_cost(tmp_path):
 def test_sweep_refuses_with_one_line():
     for words, line in {
         "train.py": "no script or option train.py",
-        "--minutes": "--minutes needs a value",
         "--strategies fspd": "no strategy fspd",
         "--shapes 2": "a shape is NODESxGPUS",
         "--strategies dp --shapes 2x1": "none of the strategies 'dp' runs on the shapes '2x1'",
@@ -407,7 +371,7 @@ def test_sweep_refuses_with_one_line():
         assert done.code == 1 and re.fullmatch(f"error: {line}.*\n", done.err), done.err
 
 
-def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
+def test_a_local_sweep_does_what_the_machine_can(tmp_path):
     """Its `python` says how many GPUs there are, its `accelerate-launch` which ones it may see, and
     it fails where there are three. DP needs two.
     """
@@ -425,9 +389,6 @@ def test_a_local_sweep_does_what_the_machine_can(tmp_path, project):
     assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n0\n"
     assert [runs[gpus].code for gpus in (1, 2, 3)] == [0, 0, 1]
     assert runs[3].out.count(" failed: ") == 2 and runs[3].out.endswith("\n3\n"), "no report"
-
-    none = sweep("--local", "probe.py", cwd=project, env={"PATH": BARE})
-    assert none.code == 1 and re.fullmatch("error: no accelerate on .*\n", none.err)
 
 
 def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
@@ -455,16 +416,14 @@ def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
 TYPED = {  # while a cluster runs, in this order, and the line that it prints
     "off n2": "n2 is off",
     "cut": "error: a node is off, so there is no link between the nodes",
-    "off  n2": "error: n2 is off already",
     "on n2": "n2 is on",
     "cut ": "the link between the nodes is cut",
     "mend": "the link between the nodes is whole",
-    "off n3": "error: no node n3: there are n1 and n2",
     "true": "error: a cluster is running already: type in its shell, or end it first",
 }
 
 
-def test_a_cluster_at_home(cluster, tmp_path, monkeypatch):
+def test_a_cluster_at_home(cluster, tmp_path):
     """A command submits the job of docs/cluster.md, and waits, while other terminals break the
     cluster. The next cluster is killed, and one gets a signal. None leaves anything.
     """
@@ -500,5 +459,3 @@ def test_a_cluster_at_home(cluster, tmp_path, monkeypatch):
 
     assert "error: this machine forbids" in said("true", "setpriv --bounding-set=-sys_admin")[0]
     assert "error: Slurm is not installed" in said("true", "env PATH=/none")[0]
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root: type sudo" in laptop.what_is_missing()

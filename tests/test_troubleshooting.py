@@ -8,20 +8,12 @@ FOLDER = "docs/reference/troubleshooting"
 SHOWN = {  # a script: its YAML, what it prints, and what it prints with --fix
     "alone.py": ("ddp", "process 0 of 1; the launcher started 2", "process 1 of 2; the"),
     "fsdp_lstm.py": ("fsdp", "the loss does not change", "the loss falls"),
-    "fsdp_new_head.py": (
-        "fsdp",
-        "rank 1: its part of the head stayed as it was",
-        "rank 1: its part of the head was trained",
-    ),
+    "fsdp_new_head.py": ("fsdp", "1: its part of the head stayed", "1: its part of the head was"),
     "half_checkpoint.py": ("ddp", "PytorchStreamReader failed", "from step_1 resumed"),
     "hang_rank_0.py": ("ddp", "Timed out waiting 5000ms", "mean loss 1.5"),
     "hang_uneven.py": ("ddp", "Timed out waiting 5000ms", "the epoch is over"),
     "lr_times_n.py": ("ddp", "[1.0, 0.5, 0.0, 0.0]", "[1.0, 0.75, 0.5, 0.25]"),
-    "uneven_evaluation.py": (
-        "ddp",
-        "12 samples of 10, twice: [0, 1]",
-        "10 samples of 10, twice: []",
-    ),
+    "uneven_evaluation.py": ("ddp", "12 samples of 10, twice: [0, 1]", "samples of 10, twice: []"),
     "zero3_save.py": ("zero3", "weight: [0]", "weight: [100, 400]"),
     "zero_accumulation.py": ("zero3", "8 optimizer steps", "2 optimizer steps"),
     "zero_clips.py": ("zero3", "moved the weights by 1.0", "moved the weights by 10.0"),

@@ -169,7 +169,7 @@ def dynamic_shapes_off():
     return counter.frame_count == 4  # with dynamic=None, it would be 2
 
 
-@workaround("accelerate", 'abort("each process would train alone')
+@workaround("accelerate", 'abort(f"each process would train alone')
 def ranks_train_alone():
     """Without LOCAL_RANK, each process trains alone, whatever WORLD_SIZE and MASTER_ADDR say."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -190,7 +190,7 @@ def launchers_accumulation_wins():
     return accelerator.gradient_accumulation_steps == 4
 
 
-@workaround("accelerate", 'if precision == "fp16" and not torch.cuda.is_available():')
+@workaround("accelerate", 'accelerator.mixed_precision == "fp16" and not torch.cuda')
 def fp16_without_a_gpu():
     """Without a GPU, fp16 silently computes in fp32."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
@@ -240,7 +240,7 @@ def ram_efficient_loading():
     state = PartialState(backend="gloo")
     if state.is_main_process:
         tiny_bert().bert.save_pretrained("encoder")
-    state.wait_for_everyone()
+    torch.distributed.barrier()
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     model = BertForQuestionAnswering.from_pretrained("encoder")
     model._no_split_modules = ["BertLayer"]
@@ -423,7 +423,7 @@ def autocast_runs_an_lstm_in_fp16():
     return output.dtype != torch.bfloat16
 
 
-@workaround("torch", 'if precision == "bf16" and strategy == "dp":', gpu=True)
+@workaround("torch", 'accelerator.mixed_precision == "bf16" and strategy == "dp"', gpu=True)
 def threads_autocast_to_fp16():
     """In a thread that DataParallel starts, autocast to bf16 computes in fp16."""
 
