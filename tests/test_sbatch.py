@@ -413,14 +413,14 @@ def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
     assert done.stderr == "error: sbatch/site.sh ended with an error\n"
 
 
-TYPED = {  # while a cluster runs, in this order, and the line that it prints
-    "off n2": "n2 is off",
-    "cut": "error: a node is off, so there is no link between the nodes",
-    "on n2": "n2 is on",
-    "cut ": "the link between the nodes is cut",
-    "mend": "the link between the nodes is whole",
-    "true": "error: a cluster is running already: type in its shell, or end it first",
-}
+TYPED = [  # while a cluster runs, in this order, and the line that it prints
+    ("off n2", "n2 is off"),
+    ("cut", "error: a node is off, so there is no link between the nodes"),
+    ("on n2", "n2 is on"),
+    ("cut", "the link between the nodes is cut"),
+    ("mend", "the link between the nodes is whole"),
+    ("true", "error: a cluster is running already: type in its shell, or end it first"),
+]
 
 
 def test_a_cluster_at_home(cluster, tmp_path):
@@ -443,7 +443,7 @@ def test_a_cluster_at_home(cluster, tmp_path):
     submit = f"sbatch --output={tmp_path}/log {tmp_path}/job"
     at_home = start(f"bash -c '{submit}; until [ -e {tmp_path}/go ]; do sleep 1; done; exit 7'")
     cluster.wait_until(lambda: record.exists() and '"completed"' in record.read_text(), 120)
-    for words, line in TYPED.items():
+    for words, line in TYPED:
         assert said(words) == (line, line.startswith("error"))
     (tmp_path / "go").touch()
     assert at_home.wait(60) == 7

@@ -34,10 +34,8 @@ TINY_BERT = ROOT / "tests" / "data" / "tiny_bert"
 PROGRAMS = []  # the arguments of the test below
 
 
-def workaround(library, line, ranks=0, gpu=False):
-    """Decorator for a program that shows why the scripts have `line`. It runs on `ranks` connected
-    processes; 0 means a single process that is not connected.
-    """
+def workaround(library, line, ranks=0, gpu=False):  # 0 ranks: one process, not connected
+    """Decorator of a program that shows why the scripts have `line`."""
 
     def note(program):
         marks = [pytest.mark.gpu, pytest.mark.slow] if gpu else []
