@@ -3,6 +3,7 @@ and the loaders.
 """
 
 import functools
+import types
 from pathlib import Path
 
 import torch
@@ -38,12 +39,14 @@ class StepWatch:
 
     A step begins with a forward pass, with gradients, of a model that `Accelerator.prepare`
     returned. It ends when the `step` of an optimizer that it returned is over, after the last
-    micro-batch. What a script does between two steps, such as logging, is in no step.
+    micro-batch. What a script does between two steps, such as logging, is in no step, and neither
+    is what `load_state` does: FSDP's steps an optimizer that has no states yet.
     """
 
     def __init__(self):
         self.done = 0  # steps
         self.in_step = False
+        self.loading = False
 
     def preparing(self, accelerator, model):
         """`Accelerator.prepare` is about to prepare a model."""
@@ -77,6 +80,15 @@ class StepWatch:
             return found
 
         Accelerator.prepare = prepared
+        load_state = Accelerator.load_state
+
+        @functools.wraps(load_state)
+        def load(*args, **options):
+            watch.loading = True
+            load_state(*args, **options)
+            watch.loading = False
+
+        Accelerator.load_state = load
 
     def _forward(self, *_):
         if torch.is_grad_enabled() and not self.in_step:
@@ -93,8 +105,8 @@ class StepWatch:
             self.before_update(model, optimizer)
             return update(*args, **options)
 
-        def step(*args, **options):
-            last = accelerator.sync_gradients
+        def step(_, *args, **options):
+            last = accelerator.sync_gradients and not self.loading
             if last and not engine:
                 self.before_update(model, optimizer)
             result = own_step(*args, **options)
@@ -104,7 +116,7 @@ class StepWatch:
                 self.end()
             return result
 
-        optimizer.step = step
+        optimizer.step = types.MethodType(step, optimizer)  # A later schedule wraps a method.
         if engine:
             engine.step = engine_step
 

@@ -1,0 +1,71 @@
+"""Start a script's ranks as forks of a process that has imported what they import: in 0.1 s each,
+where `accelerate launch` takes 8 to 15 s on two cores.
+
+What the ranks find is the launcher's own: accelerate parses the command line and the YAML and makes
+the environment, and torch's store connects the ranks.
+"""
+
+import gc
+import os
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed.run  # noqa: F401  replaced below
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed import TCPStore
+
+
+def what_the_launcher_starts(words, environment):
+    """What `accelerate launch WORDS` starts: the number of ranks (None: one plain process), and
+    their environment.
+    """
+    started = []
+
+    def popen(_, env):
+        started.append((None, env))
+        return mock.Mock(returncode=0)
+
+    def torchrun(args):
+        started.append((int(args.nproc_per_node), dict(os.environ)))
+
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch("torch.distributed.run.run", torchrun),
+        mock.patch("accelerate.commands.launch.subprocess.Popen", popen),
+    ):
+        launch_command(launch_command_parser().parse_args(words))
+    return started[0]
+
+
+def make_worlds(number):
+    """The environment variables of each of `number` ranks, and the store at which they meet. The
+    caller keeps the store as long as they run. Without a number there is one process, and no store.
+    """
+    if not number:
+        return [{}], None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    return [common | rank for rank in ranks], store
+
+
+def become(environment, folder, argv, out, err, run=None):
+    """In a forked process: be the rank that runs the script `argv[0]`, by `run(script)` if given."""
+    gc.freeze()  # what was imported stays: else each full collection goes through all of it
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for name, number, file in (("stdout", 1, out), ("stderr", 2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", closefd=False))
+    sys.argv, sys.path[0:0] = list(argv), [str(Path(argv[0]).resolve().parent)]
+    if run:
+        run(argv[0])
+    else:
+        runpy.run_path(argv[0], run_name="__main__")

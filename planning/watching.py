@@ -1,0 +1,430 @@
+"""Watch one rank of an unchanged Accelerate script: what it reads, computes and updates in a step,
+as a few numbers of each tensor, which verify.py compares with those of other runs.
+
+What a step holds, in the order of causes:
+
+samples  a checksum of each sample that was read for it, or its index if it is drawn at random
+rate     the learning rates of the optimizer's groups
+weights  of each parameter two numbers before the update: its norm, and its sum with random signs
+inputs   the sum of all numbers that the model was given, and how many they were: such sums add up
+outputs  over ranks and micro-batches. outputs: the same of what the model returned
+losses   what `Accelerator.backward` got, one of each micro-batch
+grads    as weights, before gradients are clipped
+norm     what clip_grad_norm_ returned
+draws    whether random numbers were drawn while a sample was read, or between that and the update
+"""
+
+import collections
+import faulthandler
+import functools
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import traceback
+import zlib
+from pathlib import Path
+
+import numpy
+import torch
+from accelerate import Accelerator, PartialState, utils
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
+
+from planning.patches import StepWatch
+
+# The control's first weights differ by as much as rounding would change them.
+MOVED = {"bf16": 2**-9, "fp16": 2**-12}
+MOVED_IN_FP32 = 1e-7
+
+
+class Watch(StepWatch):
+    """What this rank does in its first `steps` steps, or from `Accelerator.load_state` on. Then the
+    process ends, or is killed after `kill_after` steps (0: after the second that follows a
+    checkpoint). `moved` makes it the control. `as_is` leaves dropout and the order of samples alone.
+    """
+
+    def __init__(self, folder, steps, split=False, moved=False, as_is=False, kill_after=None):
+        super().__init__()
+        self.folder, self.steps, self.split = folder, steps, split
+        self.moved, self.as_is, self.kill_after = moved, as_is, kill_after
+        self.rank = int(os.environ.get("RANK", 0))
+        self.found = {"steps": [], "evaluations": [], "norms": [], "last": {}, "precision": "no"}
+        self.found |= dict.fromkeys(("processes", "saved_at", "loaded", "killed", "error", "traceback"))
+        self.models, self.iterating, self.gathering = [], 0, 0
+        self.fetched = collections.defaultdict(collections.deque)  # batches of each data set
+        self.pending = []  # samples that were read, and that no model has seen yet
+        self.dice = None  # of the random generators, when a batch was handed out
+        self.clear()
+
+    def clear(self):
+        """Begin to note another step."""
+        self.now = {"samples": [], "losses": [], "norm": None, "draws": False}
+        self.now |= {"inputs": [0.0, 0], "outputs": [0.0, 0]}
+        Path(self.folder, f"{self.rank}.alive").touch()
+
+    # ---- models and updates
+
+    def preparing(self, accelerator, model):
+        """Watch what goes into the model and comes out, and make it fit to be compared."""
+        self.accelerator = accelerator
+        self.found["processes"] = accelerator.num_processes
+        self.found["precision"] = accelerator.mixed_precision
+        if model in self.models:
+            return
+        self.models.append(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.RNNBase) and not self.as_is:
+                module.dropout = 0.0
+        norms = [name for name, part in model.named_modules() if "BatchNorm" in type(part).__name__]
+        self.found["norms"] += norms
+        if self.moved:
+            dice = torch.Generator().manual_seed(1)
+            by = MOVED.get(accelerator.mixed_precision, MOVED_IN_FP32)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    noise = torch.randn(weight.shape, generator=dice)
+                    weight.mul_(1 + (by * noise).to(weight))
+        model.register_forward_pre_hook(self._entering, with_kwargs=True)
+        model.register_forward_hook(self._leaving)
+
+    def _entering(self, model, args, kwargs):
+        if torch.is_grad_enabled():
+            self.now["samples"] += self.pending
+            self._add("inputs", [args, kwargs])
+        elif self.pending:
+            self.evaluation()["read"] += self.pending
+        self.pending = []
+
+    def _leaving(self, model, args, output):
+        if torch.is_grad_enabled():
+            self._add("outputs", output)
+
+    def _add(self, kind, values):
+        for tensor in tree_leaves(values):
+            # A scalar, such as a loss, is a mean, which does not add up.
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                self.now[kind][0] += full(tensor.detach()).double().abs().sum().item()
+                self.now[kind][1] += tensor.numel()
+
+    def evaluation(self):
+        """The one that comes after the steps so far: the samples read, and the rows gathered."""
+        known = self.found["evaluations"]
+        if not known or known[-1]["after"] != self.done:
+            known.append({"after": self.done, "read": [], "gathered": 0})
+        return known[-1]
+
+    def parameters(self, model, optimizer):
+        """(name, parameter) of those that the optimizer updates (DeepSpeed's: of its model's)."""
+        groups = optimizer.param_groups if optimizer else []
+        own = model.parameters() if model and self.zero() else sum((g["params"] for g in groups), [])
+        own = set(map(id, own))
+        for number, model in enumerate(self.models):
+            for name, weight in model.named_parameters():
+                if not own or id(weight) in own:
+                    name = name.replace("_checkpoint_wrapped_module.", "")
+                    yield (f"model {number + 1}: " if len(self.models) > 1 else "") + name, weight
+
+    def zero(self):
+        """Whether DeepSpeed trains."""
+        return self.accelerator.distributed_type == utils.DistributedType.DEEPSPEED
+
+    def weights(self, model=None, optimizer=None):
+        """{name: two numbers, or None if ZeRO-3 does not tell}. A collective under FSDP and ZeRO."""
+        found = {}
+        for name, weight in self.parameters(model, optimizer):
+            if self.zero() and weight.requires_grad:
+                weight = safe_get_full_fp32_param(weight)
+            elif hasattr(weight, "ds_id"):
+                weight = None
+            found[name] = None if weight is None else two_numbers(name, weight)
+        return found
+
+    def gradients(self, model=None, optimizer=None):
+        """The same of the gradients; None if there is none."""
+        found = {}
+        for name, weight in self.parameters(model, optimizer):
+            trained = self.zero() and weight.requires_grad
+            grad = safe_get_full_grad(weight) if trained else weight.grad
+            found[name] = None if grad is None else two_numbers(name, grad)
+        return found
+
+    def _note_tensors(self, *owners):
+        if "grads" not in self.now:
+            self.now["draws"] |= self.dice not in (None, random_state())
+            self.now |= {"grads": self.gradients(*owners), "weights": self.weights(*owners)}
+
+    def before_update(self, model, optimizer):
+        """Note gradients and weights, if they were not noted before clipping."""
+        self._note_tensors(model, optimizer)
+        self.now["rate"] = [group["lr"] for group in optimizer.param_groups]
+
+    def end(self):
+        """A step is over: end after the last one."""
+        if self.pending and not self.now["samples"]:  # of a model that accelerate did not prepare
+            self.now["samples"], self.pending = self.pending, []
+        self.found["steps"].append(self.now)
+        self.found["last"] = self.weights()
+        self.clear()
+        saved = self.found["saved_at"]
+        if self.kill_after is not None:
+            if saved is not None and self.done >= (self.kill_after or saved + 2):
+                self.found["killed"] = True
+                self.save()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.done >= self.steps:
+            self.leave()
+
+    def save(self):
+        Path(self.folder, f"{self.rank}.json").write_text(json.dumps(self.found))
+
+    def leave(self, code=0):
+        """End the process, as `os._exit` does."""
+        self.save()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        EXIT(code)
+
+    # ---- what is patched
+
+    def watch(self):
+        """Patch the loaders, the Accelerator, and dropout."""
+        super().watch()
+        self._watch_loaders()
+        backward, save, load = Accelerator.backward, Accelerator.save_state, Accelerator.load_state
+
+        @functools.wraps(backward)
+        def noted(accelerator, loss, **options):
+            self.now["losses"].append(loss.detach().double().mean().item())
+            return backward(accelerator, loss, **options)
+
+        @functools.wraps(save)
+        def saved(*args, **options):
+            result = save(*args, **options)
+            self.found["saved_at"] = self.done
+            return result
+
+        @functools.wraps(load)
+        def loaded(*args, **options):
+            load(*args, **options)
+            self.done = 0
+            self.found |= {"loaded": True, "steps": [], "evaluations": []}
+            self.clear()
+
+        Accelerator.backward, Accelerator.save_state, Accelerator.load_state = noted, saved, loaded
+        for name in ("gather_for_metrics", "gather"):
+            setattr(Accelerator, name, self._counting(getattr(Accelerator, name)))
+        for owner in (Accelerator, torch.nn.utils):
+            owner.clip_grad_norm_ = self._clipping(owner.clip_grad_norm_)
+        if not self.as_is:
+            switch_off_dropout()
+            seed_the_order(self.split)
+
+    def _counting(self, gather):
+        @functools.wraps(gather)
+        def counted(accelerator, data, *args, **options):
+            self.gathering += 1  # one calls the other
+            found = gather(accelerator, data, *args, **options)
+            self.gathering -= 1
+            rows = [len(x) for x in tree_leaves(found) if isinstance(x, torch.Tensor) and x.ndim]
+            evaluating = any(not model.training for model in self.models)
+            if evaluating and rows and not self.gathering:
+                self.evaluation()["gathered"] += rows[0]
+            return found
+
+        return counted
+
+    def _clipping(self, clip):
+        @functools.wraps(clip)
+        def clipped(*args, **options):
+            last = self.models and self.accelerator.sync_gradients
+            if last and not self.zero():
+                self._note_tensors()
+            norm = clip(*args, **options)
+            if last and isinstance(norm, torch.Tensor):
+                self.now["norm"] = full(norm).item()
+            return norm
+
+        return clipped
+
+    def _watch_loaders(self):
+        take, make = fetch._MapDatasetFetcher.fetch, DataLoader.__init__
+
+        def fetched(fetcher, indices):
+            numbers = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+            before, collate, items = random_state(), fetcher.collate_fn, []
+
+            def seen(data):
+                items.append(data)
+                return collate(data)
+
+            fetcher.collate_fn = seen
+            try:
+                batch = take(fetcher, indices)
+            finally:
+                fetcher.collate_fn = collate
+            if before != random_state():
+                self.now["draws"] = True
+            elif isinstance(items[0], list) and len(items[0]) == len(numbers):
+                # Two parts of a data set may give other samples the same index.
+                numbers = [checksum(item) for item in items[0]]
+            self.fetched[id(fetcher.dataset)].append(numbers)
+            return batch
+
+        @functools.wraps(make)
+        def without_workers(loader, *args, **options):
+            options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            make(loader, *args[:5], **options)
+
+        fetch._MapDatasetFetcher.fetch, DataLoader.__init__ = fetched, without_workers
+        for kind in (DataLoaderShard, DataLoaderDispatcher, DataLoader):
+            kind.__iter__ = self._following(kind.__iter__)
+
+    def _following(self, iterate):
+        def batches(loader):
+            if self.iterating:  # one loader reads from another
+                yield from iterate(loader)
+                return
+            numbers = self.fetched[id(loader.dataset)]
+            numbers.clear()
+            source = iterate(loader)
+            while True:
+                self.iterating += 1
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+                finally:
+                    self.iterating -= 1
+                # With a dispatcher, rank 0 reads for all.
+                known = numbers and not isinstance(loader, DataLoaderDispatcher)
+                self.pending += numbers.popleft() if known else checksums(batch)
+                self.dice = random_state()
+                Path(self.folder, f"{self.rank}.alive").touch()
+                yield batch
+
+        return batches
+
+
+EXIT = os._exit
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@functools.cache
+def signs_of(name, size):
+    dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randint(0, 2, [size], generator=dice).double() * 2 - 1
+
+
+def two_numbers(name, tensor):
+    """The norm of a tensor, and its sum with random signs, the same ones for each tensor of a name.
+    Together they tell tensors apart that have the same norm.
+    """
+    flat = full(tensor.detach()).double().flatten().cpu()
+    return [flat.norm().item(), (flat @ signs_of(name, len(flat))).item()]
+
+
+def random_state():
+    """A checksum of the states of the random generators of Python, numpy and torch on the CPU."""
+    python, arrays = random.getstate(), numpy.random.get_state()[1:3]
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes() + repr((python, arrays)).encode())
+
+
+def checksum(item):
+    """A number for the values of a sample."""
+    found = 0
+    for value in tree_leaves(item):
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().float().numpy()
+        raw = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        found = zlib.crc32(raw, found)
+    return found
+
+
+def checksums(batch):
+    """One of each sample of a batch: of a row of all tensors that have as many rows as the first."""
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim]
+    rows = len(tensors[0]) if tensors else 0
+    return [checksum([x[row] for x in tensors if len(x) == rows]) for row in range(rows)]
+
+
+def switch_off_dropout():
+    """Each rank would draw others. What an RNN does is its own argument, see `preparing`."""
+    for name in ("", "1d", "2d", "3d"):
+        setattr(functional, f"dropout{name}", lambda input, *args, **options: input)
+    functional.alpha_dropout = functional.feature_alpha_dropout = functional.dropout
+    torch.dropout = functional.dropout
+    attend = functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, **options):
+        return attend(query, key, value, attn_mask, 0.0, **options)
+
+    functional.scaled_dot_product_attention = attention
+
+
+def seed_the_order(split):
+    """Without a seed of its own a sampler has another order on one process than on several."""
+    make = Accelerator.__init__
+
+    @functools.wraps(make)
+    def seeded(accelerator, *args, **options):
+        config = options.get("dataloader_config") or utils.DataLoaderConfiguration()
+        if not config.use_seedable_sampler:
+            config.use_seedable_sampler, config.data_seed = True, 0
+        config.split_batches = config.split_batches or split
+        make(accelerator, *args, **options | {"dataloader_config": config})
+
+    Accelerator.__init__ = seeded
+
+
+def connect_over_gloo():
+    """Connect ranks without a GPU, which a script that was written for GPUs does not do."""
+    fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
+    zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if zero:
+        import deepspeed.ops
+
+        # DeepSpeed 0.19.8 would compile it for 20 seconds.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not (fsdp or zero):
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
+    if fsdp:  # accelerate 1.15 shards on CPUs only under this type
+        state.distributed_type = utils.DistributedType.MULTI_GPU
+
+
+def watch_script(folder, gpus, options, script):
+    """Be the rank that runs the script, and never return."""
+    place = Path(folder, f"{os.environ.get('RANK', 0)}.at")
+    faulthandler.register(signal.SIGUSR2, place.open("w"))  # the tool asks where a rank hangs
+    torch.seed(), numpy.random.seed(), random.seed()  # else a fork draws what its parent would
+    watch = Watch(folder, **options)
+    os._exit = watch.leave
+    try:
+        if not gpus:
+            connect_over_gloo()
+        watch.watch()
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            watch.found["error"] = str(end.code)
+    except BaseException as problem:
+        trace = problem.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != script:  # from the script on
+            trace = trace.tb_next
+        lines = [at.lineno for at in traceback.extract_tb(trace) if at.filename == script]
+        where = f" ({Path(script).name}:{lines[-1]})" if lines else ""
+        text = (str(problem).strip().splitlines() or [""])[0]
+        watch.found["error"] = f"{type(problem).__name__}: {text}"[:200] + where
+        trace = trace or problem.__traceback__
+        watch.found["traceback"] = "".join(traceback.format_exception(None, problem, trace))
+    watch.leave(1 if watch.found["error"] else 0)
