@@ -22,29 +22,30 @@ Exit code: 0 the same, 1 something differs, 2 it could not tell.
 """
 
 import argparse
-import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import time
-from multiprocessing.connection import wait
 from pathlib import Path
 
-import psutil
 import yaml
 
-from common.printing import OneLineParser, markdown_table, one_line
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch comes: the ranks share the cores.
+
+from common.printing import OneLineParser, markdown_table, one_line  # noqa: E402
+from planning import comparing, wording  # noqa: E402
+from planning.comparing import CannotTellError  # noqa: E402
+from planning.forking import run_ranks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
-GRACE = 5  # seconds that the others get when a rank has failed
+BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
-COMPARED = {"weights": "first weights", "samples": "samples", "rate": "learning rate"}
-COMPARED |= {"loss": "loss", "grads": "gradients"}
+ROWS = {"first": "first weights", "samples": "samples", "rate": "learning rate"}
+ROWS |= {"loss": "loss", "grads": "gradients"}
+RESUMED = {"samples": "samples", "rate": "learning rate", "loss": "loss", "grads": "gradients"}
+RESUMED |= {"weights": "weights"}
 
 
 class Parser(OneLineParser):
@@ -77,7 +78,7 @@ def parse_args():
     add("--resume", metavar="FLAGS", help=shown)
     shown = "kill after N steps (default: two after the first checkpoint)"
     add("--kill_after", type=int, default=0, metavar="N", help=shown)
-    shown = "a run hangs if no rank does anything for so many seconds (default: %(default)s)"
+    shown = "a run hangs if nothing goes on for so many seconds (default: %(default)s)"
     add("--patience", type=int, default=45, metavar="SECONDS", help=shown)
     add("script", type=Path, metavar="SCRIPT", help="the script")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
@@ -90,16 +91,36 @@ def parse_args():
         parser.error(f"--batch_flag {args.batch_flag}: SIZE has to be a multiple of {args.ranks}")
     if not args.script.is_file():
         parser.error(f"there is no script {args.script}")
-    args.yamls = {}
-    for name in args.yaml or STRATEGIES:
-        file = Path(name if name.endswith((".yaml", ".yml")) else f"accelerate_configs/{name}.yaml")
-        places = [place for place in (file, ROOT / file) if place.is_file()]
-        args.yamls[file.stem] = places[0] if places else parser.error(f"there is no {file}")
+    files = [find_yaml(parser, name) for name in args.yaml or STRATEGIES]
+    precisions = {str(read_yaml(file).get("mixed_precision") or "no") for file in files}
+    if len(precisions) > 1:  # The baseline has that of the YAMLs.
+        parser.error(
+            f"the YAMLs have other precisions ({', '.join(precisions)}): verify each alone"
+        )
+    args.yamls, [args.precision] = {file.stem: file for file in files}, precisions
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--output_dir")
     args.output_dir = own.parse_known_args(args.flags)[0].output_dir
     args.folder = Path(args.output_dir or "runs") / "verify"
     return args
+
+
+def find_yaml(parser, name):
+    """The file of a name or path."""
+    file = Path(name if name.endswith((".yaml", ".yml")) else f"accelerate_configs/{name}.yaml")
+    places = [place for place in (file, ROOT / file) if place.is_file()]
+    if not places:
+        parser.error(f"there is no {file}")
+    try:
+        read_yaml(places[0])["distributed_type"]
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as problem:
+        parser.error(f"{file} is no YAML of accelerate launch: {problem!r}")
+    return places[0]
+
+
+def read_yaml(file):
+    """What a YAML says."""
+    return yaml.safe_load(file.read_text("utf-8"))
 
 
 # -------- running
@@ -115,7 +136,6 @@ class RunFailedError(Exception):
 
 def import_libraries(ranks):
     """Import what all ranks need. Returns whether they have a GPU each."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # The ranks share the cores.
     import torch
 
     gpus = torch.cuda.device_count() >= ranks
@@ -125,13 +145,13 @@ def import_libraries(ranks):
     return gpus
 
 
-def words_of(args, path, ranks, more, own):
+def words_of(args, file, ranks, more, own):
     """The words of `accelerate launch`, and the script and its flags; `own` is its folder."""
-    words = ["--config_file", str(path), "--main_process_port", "0", "--num_processes", str(ranks)]
-    config = yaml.safe_load(path.read_text("utf-8")) or {}
-    file = config.get("deepspeed_config", {}).get("deepspeed_config_file")
-    if file and not Path(file).is_file() and (ROOT / file).is_file():
-        words += ["--deepspeed_config_file", str(ROOT / file)]
+    words = ["--config_file", str(file), "--main_process_port", "0", "--num_processes", str(ranks)]
+    words += ["--mixed_precision", args.precision]
+    deepspeed = read_yaml(file).get("deepspeed_config", {}).get("deepspeed_config_file")
+    if deepspeed and not Path(deepspeed).is_file() and (ROOT / deepspeed).is_file():
+        words += ["--deepspeed_config_file", str(ROOT / deepspeed)]
     argv = [str(args.script), *args.flags, *more]
     if args.batch_name:
         argv += [f"--{args.batch_name}", str(args.batch // ranks)]
@@ -142,88 +162,26 @@ def words_of(args, path, ranks, more, own):
     return words, argv
 
 
-def run(args, gpus, label, path, ranks, more=(), own=None, **options):
+def run(args, gpus, label, file, more=(), own=None, **options):
     """What each rank found (see planning/watching.py), in a list. Raises RunFailedError."""
-    from planning.forking import become, make_worlds, what_the_launcher_starts
     from planning.watching import watch_script
 
+    print(f"running {label}", file=sys.stderr, flush=True)
+    ranks = 1 if read_yaml(file)["distributed_type"] == "NO" else args.ranks
     folder = args.folder / label
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    words, argv = words_of(args, path, ranks, more, own or str(folder / "out"))
+    words, argv = words_of(args, file, ranks, more, own or str(folder / "out"))
+    options = {"steps": args.steps, "split": args.split} | options
+    target = functools.partial(watch_script, str(folder), gpus, options)
     try:
-        number, env = what_the_launcher_starts([*words, *argv], dict(os.environ))
+        number, hung = run_ranks(words, argv, folder, target, args.patience, gpus)
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own kind.
         raise RunFailedError(f"accelerate launch cannot start it: {problem!r}") from None
-    worlds, _store = make_worlds(number)
-    options = {"steps": args.steps, "split": args.split} | options
-    watched = functools.partial(watch_script, str(folder), gpus, options)
-    # A process that has imported a GPU's libraries cannot be forked.
-    context = multiprocessing.get_context("spawn" if gpus else "fork")
-    processes = []
-    for rank, world in enumerate(worlds):
-        ends = str(folder / f"{rank}.out"), str(folder / f"{rank}.err")
-        what = (env | world, os.getcwd(), argv, *ends, watched)
-        processes.append(context.Process(target=become, args=what))
-        processes[-1].start()
-    hung = wait_for(processes, folder, args.patience, gpus)
-    for rank in hung:
-        os.kill(processes[rank].pid, signal.SIGUSR2)  # It writes down where it is.
-    time.sleep(0.5 * bool(hung))
-    for process in processes:
-        process.kill()
-        process.join()
-    found = [read_rank(folder, rank) for rank in range(len(worlds))]
-    check_ranks(found, {rank: where_it_is(folder, rank, args.script) for rank in hung}, args)
-    return found
-
-
-def wait_for(processes, folder, patience, gpus):
-    """Wait until all end. Returns the ranks that hang: those that run when nothing goes on."""
-    before, since, failed = None, time.monotonic(), None
-    while running := [rank for rank, process in enumerate(processes) if process.is_alive()]:
-        wait([processes[rank].sentinel for rank in running], timeout=0.5)
-        now = time.monotonic()
-        if any(process.exitcode for process in processes):
-            failed = failed or now
-            if now - failed > GRACE:
-                return []
-        life = [file.stat().st_mtime_ns for file in folder.glob("*.alive")]
-        for rank in [] if gpus else running:  # On a GPU a rank that waits computes.
-            with contextlib.suppress(psutil.Error):
-                used = psutil.Process(processes[rank].pid).cpu_times()
-                life.append((used.user + used.system) // 2)
-        if life != before:
-            before, since = life, now
-        elif now - since > patience:
-            return running
-    return []
-
-
-def read_rank(folder, rank):
-    """What a rank wrote down, with what it printed."""
-    file = folder / f"{rank}.json"
-    found = json.loads(file.read_text()) if file.exists() else {"error": "ended", "traceback": ""}
-    found["out"], said = (
-        (folder / f"{rank}.{end}").read_text(errors="replace").strip() for end in ("out", "err")
-    )
-    # Where a library in C++ ended it, or argparse, its last line says what is wrong.
-    if found["error"] and not found["traceback"] and said:
-        found |= {"error": said.splitlines()[-1], "traceback": said}
-    return found
-
-
-def where_it_is(folder, rank, script):
-    """The line of the script in which the rank's main thread is."""
-    stack = (folder / f"{rank}.at").read_text().split("Current thread")[-1]
-    lines = re.findall(rf'File ".*{re.escape(script.name)}", line (\d+)', stack)
-    return f"{script.name}:{lines[0]}" if lines else "a library"
-
-
-def check_ranks(found, hung, args):
-    """Raises RunFailedError if ranks failed, hang ({rank: where}), or train each for itself."""
+    found = [read_rank(folder, rank) for rank in range(number)]
     if hung:
-        lines = [f"rank {n} {hung.get(n) or 'has ended'}" for n in range(len(found))]
+        where = {rank: where_it_is(folder, rank, args.script) for rank in hung}
+        lines = [f"rank {rank} {where.get(rank, 'has ended')}" for rank in range(number)]
         raise RunFailedError(f"nothing goes on for {args.patience} s: {', '.join(lines)}")
     failed = [(f"rank {n}: {one['error']}", one) for n, one in enumerate(found) if one["error"]]
     # A rank that lost another one comes last.
@@ -231,142 +189,143 @@ def check_ranks(found, hung, args):
     if failed:
         raise RunFailedError(failed[0][0], failed[0][1]["traceback"])
     counted = found[0]["processes"]
-    if counted not in (None, len(found)):
-        alone = f"its Accelerator counts {counted} process, and {len(found)} were started"
+    if counted is None:
+        raise CannotTellError("it has no model that Accelerator.prepare returned")
+    if counted != number:
+        alone = f"its Accelerator counts {counted} process, and {number} were started"
         raise RunFailedError(f"{alone}: each trains alone")
+    return found
+
+
+def read_rank(folder, rank):
+    """What a rank wrote down, with what it printed."""
+    file = folder / f"{rank}.json"
+    found = json.loads(file.read_text()) if file.exists() else {"error": "ended", "traceback": ""}
+    ends = [folder / f"{rank}.{end}" for end in ("out", "err")]
+    out, said = (end.read_text(errors="replace").strip() if end.exists() else "" for end in ends)
+    # Where a library in C++ ended it, or argparse, its last line says what is wrong.
+    if found["error"] and not found["traceback"] and said:
+        found |= {"error": said.splitlines()[-1], "traceback": said}
+    return found | {"out": out}
+
+
+def where_it_is(folder, rank, script):
+    """The line of the script in which the rank's main thread is."""
+    stack = (folder / f"{rank}.at").read_text().split("Current thread")[-1]
+    lines = re.findall(rf'File ".*{re.escape(script.name)}", line (\d+)', stack)
+    return f"is in {script.name}:{lines[0]}" if lines else "is in a library"
 
 
 # -------- what is found
 
 
-def compare_runs(base, control, many, ranks):
-    """A column of the table, {row: cell}, and lines, of which the first tells the cause."""
-    from planning import comparing, wording
-
+def compare_runs(base, control, many):
+    """A column of the table: {"cells": {row: cell}, "lines": [what differs, the cause first],
+    "verdict"}.
+    """
     one, other = comparing.merge(base), comparing.merge(many)
-    limits = comparing.limits_of(one, comparing.merge(control))
+    least = comparing.LEAST.get(base[0]["precision"], 0.0)
+    limits = comparing.limits_of(one, comparing.merge(control), least)
     found, first, worst = comparing.compare(one, other, limits)
-    lines = wording.tell(found, ranks, base[0]["norms"])
-    if found and wording.draws(found[0]):
-        lines[0] = f"cannot tell: {lines[0]}"
+    lines = wording.tell(found, len(many), base[0]["norms"])
     if len(other) != len(one):
-        more = len(other) > len(one)
-        why = "is the loader prepared?" if more else "is the data divided twice?"
-        lines.append(f"{len(other)} steps of training instead of {len(one)}: {why}")
-    cells = cells_of(first, worst)
-    twin, last = (comparing.weights_apart(base[0]["last"], run[0]["last"]) for run in (control, many))
-    apart, allowed = max(last.values(), default=0), comparing.TIMES * max(twin.values(), default=0)
-    alike = apart <= max(comparing.LEAST, allowed)
-    cells["weights after the last step"] = f"same, {apart:.0e}" if alike else f"{apart:.0e} apart"
-    printed, numbers = comparing.compare_printed(base[0], control[0], many[0])
+        why = "is the loader prepared" if len(other) > len(one) else "is the data divided twice"
+        lines.append(f"{len(other)} steps of training instead of {len(one)}: {why}?")
+    cells = cells_of(ROWS, first, worst)
+    apart, alike = comparing.compare_last(base, control, many, least)
+    cells["weights after the last step"] = f"{'same, ' if alike else 'differ, '}{apart:.0e}"
+    printed, numbers = None, 0
+    if base[0]["precision"] == "no":  # In bf16 a metric jumps where a logit passes another.
+        printed, numbers = comparing.compare_printed(base, control, many)
     evaluated, rows = comparing.compare_evaluations(base, many, numbers and not printed)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
     if evaluated:
         cells["evaluated samples"] = f"step {evaluated[0]}"
         lines.append(wording.tell_evaluation(*evaluated))
-    cells["printed numbers"] = f"same, {numbers}" if numbers else "none"
+    cells["printed numbers"] = "differ" if printed else f"same, {numbers}" if numbers else "none"
     if printed:
-        cells["printed numbers"] = "differ"
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")
-    return cells, lines
+    verdict = "cannot tell" if found and wording.draws(found[0]) else "differs"
+    return {"cells": cells, "lines": lines, "verdict": verdict if lines else "the same"}
 
 
-def cells_of(first, worst):
+def cells_of(rows, first, worst):
     """{row: cell}: the step of the first difference, or `same` with the largest one."""
-    numbers = {kind: f", {worst[kind]:.0e}" for kind in COMPARED if kind in worst}
+    largest = {kind: f", {worst[kind]:.0e}" if kind in worst else "" for kind in rows}
     return {
-        row: f"step {first[kind]}" if kind in first else f"same{numbers.get(kind, '')}"
-        for kind, row in COMPARED.items()
+        row: f"step {first[kind]}" if kind in first else f"same{largest[kind]}"
+        for kind, row in rows.items()
     }
 
 
-def compare_resumed(launch, label, path, ranks, args):
-    """The same of a run that was killed and resumed, beside one that nothing disturbed."""
-    from planning import comparing, wording
-
+def compare_resumed(launch, label, file, args):
+    """The same of a run that is killed and resumes, beside one that nothing disturbs."""
+    whole = launch(f"{label}-whole", file, as_is=True)
     out = str(args.folder / f"{label}-killed" / "out")
-    whole = launch(f"{label}-whole", path, ranks, as_is=True)
-    kill = {"as_is": True, "kill_after": args.kill_after}
-    killed = launch(f"{label}-killed", path, ranks, own=out, **kill)
-    at = killed[0].get("saved_at")
+    killed = launch(f"{label}-killed", file, own=out, as_is=True, kill_after=args.kill_after)
+    at = killed[0]["saved_at"]
     if not at or not killed[0]["killed"]:
         why = "ended before it was killed" if at else "called Accelerator.save_state in no step"
-        raise comparing.CannotTellError(f"the script {why}, so there is nothing to resume")
-    more = args.resume.split()
-    left = args.steps - at
-    resumed = launch(f"{label}-resumed", path, ranks, more, out, as_is=True, steps=left)
+        raise CannotTellError(f"the script {why}, so there is nothing to resume")
+    more, left = args.resume.split(), args.steps - at
+    resumed = launch(f"{label}-resumed", file, more, out, as_is=True, steps=left)
     one, other = comparing.merge(whole), comparing.merge(resumed)
-    limits = [dict.fromkeys(comparing.KINDS, comparing.LEAST)] * max(len(one) - at, 0)
+    limits = [dict.fromkeys(comparing.KINDS, comparing.LEAST["no"])] * max(len(one) - at, 0)
     found, first, worst = comparing.compare(one, other, limits)
-    lines = wording.tell(found, ranks, [], resumed=True)
+    lines = wording.tell(found, len(whole), [], resumed=True)
     if not resumed[0]["loaded"]:
         lines.insert(0, "it did not resume: Accelerator.load_state was not called")
     if len(other) != len(one) - at:
         lines.append(f"{len(other)} steps after step {at} instead of {len(one) - at}")
-    cells = {f"{row} after the kill": cell for row, cell in cells_of(first, worst).items()}
-    cells["weights after the kill"] = cells.pop("first weights after the kill")
-    return cells, lines
+    cells = cells_of({kind: f"{row} after the kill" for kind, row in RESUMED.items()}, first, worst)
+    return {"cells": cells, "lines": lines, "verdict": "differs" if lines else "the same"}
 
 
-def verify(args, gpus):
-    """Run and compare. Yields the column of each YAML, and what is said of it. Raises
-    RunFailedError or CannotTellError if one process says nothing.
+def verify(args, launch):
+    """Run and compare: {YAML: column}. Raises RunFailedError or CannotTellError if one process says
+    nothing.
     """
-    from planning.comparing import CannotTellError, check_repeats
-
-    baseline = ROOT / "accelerate_configs" / "baseline.yaml"
-
-    def launch(*words, **options):
-        print(f"running {words[0]}", file=sys.stderr, flush=True)
-        return run(args, gpus, *words, **options)
-
-    yamls = args.yamls
+    columns, yamls = {}, args.yamls
     if args.resume is None:
-        base = launch("baseline", baseline, 1)
-        control = launch("control", baseline, 1, moved=True)
-        check_repeats(base, control)
+        base = launch("baseline", BASELINE)
+        control = launch("control", BASELINE, moved=True)
+        comparing.check_repeats(base, control)
     else:
-        yamls = {"baseline": baseline} | yamls
-    for label, path in yamls.items():
-        ranks, trace, cells = 1 if label == "baseline" else args.ranks, "", {}
+        yamls = {"baseline": BASELINE} | yamls
+    for label, file in yamls.items():
+        failed = {"cells": {}, "trace": ""}
         try:
             if args.resume is None:
-                many = launch(label, path, ranks)
-                cells, lines = compare_runs(base, control, many, ranks)
+                columns[label] = compare_runs(base, control, launch(label, file))
             else:
-                cells, lines = compare_resumed(launch, label, path, ranks, args)
+                columns[label] = compare_resumed(launch, label, file, args)
         except RunFailedError as problem:
-            lines, trace = [f"fails: {problem}"], problem.trace
+            failed |= {"lines": [f"fails: {problem}"], "trace": problem.trace or ""}
+            columns[label] = failed | {"verdict": "differs"}
         except CannotTellError as problem:
-            lines = [f"cannot tell: {problem}"]
-        verdict = "cannot tell" if "".join(lines[:1]).startswith("cannot tell") else "differs"
-        verdict = verdict if lines else "the same"
-        yield label, {"verdict": verdict, "cells": cells, "lines": lines, "trace": trace}
+            columns[label] = failed | {"lines": [str(problem)], "verdict": "cannot tell"}
+    return columns
 
 
 def main():
     """Verify, print, and write verify.json."""
     args = parse_args()
-    gpus = import_libraries(args.ranks)
-    from planning.comparing import CannotTellError
-
+    launch = functools.partial(run, args, import_libraries(args.ranks))
     try:
-        found = dict(verify(args, gpus))
+        columns = verify(args, launch)
     except (RunFailedError, CannotTellError) as problem:
         print(getattr(problem, "trace", ""), file=sys.stderr)
         cannot_tell(f"{args.script.name} on one process: {problem}")
-    rows = max((one["cells"] for one in found.values()), key=len)
-    table = [["", *found]]
-    table += [[row, *(one["cells"].get(row, "-") for one in found.values())] for row in rows]
-    print(markdown_table(table), end="\n\n")
-    for label, one in found.items():
-        print(f"{label}: {one['verdict'].upper() if one['lines'] else one['verdict']}")
-        print("".join(f"  {line}\n" for line in one["lines"]), end="")
-        print(one["trace"], end="")
+    rows = max((column["cells"] for column in columns.values()), key=len)
+    cells = [[row, *(one["cells"].get(row, "-") for one in columns.values())] for row in rows]
+    print(markdown_table([["", *columns], *cells]), end="\n\n")
+    for label, column in columns.items():
+        print(f"{label}: {column['verdict']}")
+        print("".join(f"  {line}\n" for line in column["lines"]) + column.get("trace", ""), end="")
     file = args.folder / "verify.json"
-    file.write_text(json.dumps({"argv": sys.argv[1:], "yamls": found}, indent=1) + "\n")
+    file.write_text(json.dumps({"argv": sys.argv[1:], "yamls": columns}, indent=1) + "\n")
     print(f"written: {file}")
-    verdicts = {one["verdict"] for one in found.values()}
+    verdicts = {column["verdict"] for column in columns.values()}
     sys.exit(1 if "differs" in verdicts else 2 * ("cannot tell" in verdicts))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 TIMES = 30  # A difference counts if it is so many times what rounding does to the control,
-LEAST = 2e-5  # and as large as this.
+LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10}  # and as large as this, by precision.
 # In this order one causes the next. Inputs, outputs and the loss explain other gradients; alone
 # they do no harm. "apart" is what the ranks do not share, though they have to.
 KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "apart"]
@@ -62,13 +62,15 @@ def relative(a, b):
     """How far two numbers are apart, relative to the larger one."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
+    if math.isnan(a) or math.isnan(b):
+        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
     return abs(a - b) / max(abs(a), abs(b), 1e-30) if a != b else 0.0
 
 
 def far(a, b, least):
     """How far two tensors are apart, relative to their norm, which counts as `least` or more."""
-    if a is None or b is None:
-        return 0.0 if a is b else math.inf
+    if a is None or b is None or math.isnan(a[0] + b[0]):
+        return relative(a and a[0], b and b[0])
     return max(abs(a[0] - b[0]), abs(a[1] - b[1])) / max(a[0], b[0], least)
 
 
@@ -95,13 +97,13 @@ def distances(a, b):
     return found | {"loss": relative(a["loss"], b["loss"])}, names
 
 
-def limits_of(base, control):
-    """For each step {kind: how large a distance may be}, by the control's distance so far."""
+def limits_of(base, control, least):
+    """For each step {kind: how large a distance may be}: by the control's so far, or `least`."""
     found, largest = [], Counter()
     for a, b in zip(base, control, strict=False):
         for kind, distance in distances(a, b)[0].items():
             largest[kind] = max(largest[kind], distance)
-        found.append({kind: max(LEAST, TIMES * value) for kind, value in largest.items()})
+        found.append({kind: max(least, TIMES * value) for kind, value in largest.items()})
     return found
 
 
@@ -119,6 +121,9 @@ def compare(one, many, limits):
         if any(relative(x, y) > 1e-6 for rate in b["rates"] for x, y in zip(a["rate"], rate)):  # noqa: B905
             here.append("rate")
         here.sort(key=KINDS.index)
+        if k == skipped:
+            worst["first"] = distance["weights"]
+            first |= {"first": k + 1} if "weights" in here else {}
         first = dict.fromkeys(here, k + 1) | first
         if "grads" not in here:
             here = [kind for kind in here if kind not in EXPLAIN]
@@ -169,6 +174,8 @@ def printed_numbers(rank):
     """{a line with # for its numbers: [(the line, its numbers)]}"""
     found = {}
     for line in rank["out"].splitlines():
+        if "it/s" in line or "s/it" in line:  # of a progress bar
+            continue
         kept = MEASURED.sub("measured", line)
         if numbers := [float(number) for number in NUMBER.findall(kept)]:
             found.setdefault(NUMBER.sub("#", kept), []).append((line.strip(), numbers))
@@ -179,17 +186,25 @@ def compare_printed(base, control, many):
     """What rank 0 prints otherwise: (its line, the line of one process), or None; and how many
     numbers were compared: those that the control prints, too.
     """
-    one, again, other = map(printed_numbers, (base, control, many))
+    one, again, other = (printed_numbers(ranks[0]) for ranks in (base, control, many))
     compared = 0
     for text, lines in one.items():
         for mine, twin, theirs in zip(lines, again.get(text, []), other.get(text, [])):  # noqa: B905
             for a, b, c in zip(mine[1], twin[1], theirs[1], strict=True):
-                if relative(a, b) > 1e-4:
+                # Some scripts print how many processes there are.
+                if relative(a, b) > 1e-4 or (a, c) == (1, len(many)):
                     continue
                 compared += 1
                 if relative(a, c) > 1e-3:
                     return (theirs[0], mine[0]), compared
     return None, compared
+
+
+def compare_last(base, control, many, least):
+    """The largest distance of the weights after the last step, and whether rounding explains it."""
+    twin, last = (weights_apart(base[0]["last"], run[0]["last"]) for run in (control, many))
+    apart = max(last.values(), default=0.0)
+    return apart, apart <= max(least, TIMES * max(twin.values(), default=0.0))
 
 
 def evaluations(ranks):
@@ -206,7 +221,7 @@ def evaluations(ranks):
 
 def compare_evaluations(base, many, printed_alike):
     """(after which step, what differs, one process, the ranks) of the first, or None; and the
-    number of samples of one process. If the numbers printed are equal, what is gathered does not matter.
+    number of samples of one process. What is gathered does not matter if what is printed is equal.
     """
     one, other = evaluations(base), evaluations(many)
     for step in one.keys() & other.keys():

@@ -5,16 +5,24 @@ What the ranks find is the launcher's own: accelerate parses the command line an
 the environment, and torch's store connects the ranks.
 """
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch.distributed.run  # noqa: F401  replaced below
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import TCPStore
+
+GRACE = 5  # seconds that the other ranks get when one has failed
 
 
 def what_the_launcher_starts(words, environment):
@@ -56,7 +64,7 @@ def make_worlds(number):
 
 
 def become(environment, folder, argv, out, err, run=None):
-    """In a forked process: be the rank that runs the script `argv[0]`, by `run(script)` if given."""
+    """In a forked process: be the rank that runs the script `argv[0]`, or calls `run(argv[0])`."""
     gc.freeze()  # what was imported stays: else each full collection goes through all of it
     os.environ.clear()
     os.environ.update(environment)
@@ -69,3 +77,52 @@ def become(environment, folder, argv, out, err, run=None):
         run(argv[0])
     else:
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def run_ranks(words, argv, folder, target, patience, gpus):
+    """Run the script `argv[0]` as `accelerate launch WORDS ARGV` would, in ranks that call
+    `target(argv[0])`. What they print goes to N.out and N.err in `folder`; they touch N.alive when
+    something goes on. Returns the number of ranks, and those that hang: nothing went on for
+    `patience` seconds, and faulthandler wrote where they are. Ranks that use GPUs are not forked.
+    """
+    number, env = what_the_launcher_starts([*words, *argv], dict(os.environ))
+    worlds, _store = make_worlds(number)
+    context = multiprocessing.get_context("spawn" if gpus else "fork")
+    ranks = []
+    try:
+        for rank, world in enumerate(worlds):
+            ends = folder / f"{rank}.out", folder / f"{rank}.err"
+            what = (env | world, os.getcwd(), argv, *ends, target)
+            ranks.append(context.Process(target=become, args=what))
+            ranks[-1].start()
+        hung = wait_for(ranks, folder, patience, gpus)
+        for rank in hung:
+            os.kill(ranks[rank].pid, signal.SIGUSR2)
+        time.sleep(0.5 * bool(hung))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return len(ranks), hung
+
+
+def wait_for(ranks, folder, patience, gpus):
+    """Wait until all end. Returns those that run when nothing goes on any more."""
+    before, since, failed = None, time.monotonic(), None
+    while running := [number for number, rank in enumerate(ranks) if rank.is_alive()]:
+        wait([ranks[number].sentinel for number in running], timeout=0.5)
+        now = time.monotonic()
+        if any(rank.exitcode for rank in ranks):
+            failed = failed or now
+            if now - failed > GRACE:
+                return []
+        life = [file.stat().st_mtime_ns for file in folder.glob("*.alive")]
+        for number in [] if gpus else running:  # On a GPU a rank that waits computes.
+            with contextlib.suppress(psutil.Error):
+                used = psutil.Process(ranks[number].pid).cpu_times()
+                life.append((used.user + used.system) // 2)
+        if life != before:
+            before, since = life, now
+        elif now - since > patience:
+            return running
+    return []

@@ -31,6 +31,7 @@ import numpy
 import torch
 from accelerate import Accelerator, PartialState, utils
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.state import AcceleratorState
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -39,15 +40,15 @@ from torch.utils.data._utils import fetch
 
 from planning.patches import StepWatch
 
-# The control's first weights differ by as much as rounding would change them.
-MOVED = {"bf16": 2**-9, "fp16": 2**-12}
-MOVED_IN_FP32 = 1e-7
+# By how much rounding changes a weight, by precision: the control's first weights differ so much.
+MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12}
+EXIT = os._exit
 
 
 class Watch(StepWatch):
     """What this rank does in its first `steps` steps, or from `Accelerator.load_state` on. Then the
     process ends, or is killed after `kill_after` steps (0: after the second that follows a
-    checkpoint). `moved` makes it the control. `as_is` leaves dropout and the order of samples alone.
+    checkpoint). `moved` makes it the control. `as_is` leaves dropout and the samples' order alone.
     """
 
     def __init__(self, folder, steps, split=False, moved=False, as_is=False, kill_after=None):
@@ -56,7 +57,8 @@ class Watch(StepWatch):
         self.moved, self.as_is, self.kill_after = moved, as_is, kill_after
         self.rank = int(os.environ.get("RANK", 0))
         self.found = {"steps": [], "evaluations": [], "norms": [], "last": {}, "precision": "no"}
-        self.found |= dict.fromkeys(("processes", "saved_at", "loaded", "killed", "error", "traceback"))
+        names = ("processes", "saved_at", "loaded", "killed", "error", "traceback")
+        self.found |= dict.fromkeys(names)
         self.models, self.iterating, self.gathering = [], 0, 0
         self.fetched = collections.defaultdict(collections.deque)  # batches of each data set
         self.pending = []  # samples that were read, and that no model has seen yet
@@ -67,6 +69,10 @@ class Watch(StepWatch):
         """Begin to note another step."""
         self.now = {"samples": [], "losses": [], "norm": None, "draws": False}
         self.now |= {"inputs": [0.0, 0], "outputs": [0.0, 0]}
+        self.live()
+
+    def live(self):
+        """A sign of life for the process that waits for this one."""
         Path(self.folder, f"{self.rank}.alive").touch()
 
     # ---- models and updates
@@ -74,23 +80,20 @@ class Watch(StepWatch):
     def preparing(self, accelerator, model):
         """Watch what goes into the model and comes out, and make it fit to be compared."""
         self.accelerator = accelerator
-        self.found["processes"] = accelerator.num_processes
-        self.found["precision"] = accelerator.mixed_precision
+        precision = accelerator.mixed_precision
+        self.found |= {"processes": accelerator.num_processes, "precision": precision}
         if model in self.models:
             return
         self.models.append(model)
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, torch.nn.RNNBase) and not self.as_is:
                 module.dropout = 0.0
-        norms = [name for name, part in model.named_modules() if "BatchNorm" in type(part).__name__]
-        self.found["norms"] += norms
-        if self.moved:
-            dice = torch.Generator().manual_seed(1)
-            by = MOVED.get(accelerator.mixed_precision, MOVED_IN_FP32)
-            with torch.no_grad():
-                for weight in model.parameters():
-                    noise = torch.randn(weight.shape, generator=dice)
-                    weight.mul_(1 + (by * noise).to(weight))
+            if "BatchNorm" in type(module).__name__:
+                self.found["norms"].append(name)
+        dice = torch.Generator().manual_seed(1)
+        for weight in model.parameters() if self.moved else ():
+            by = MOVED.get(precision, 0.0) * torch.randn(weight.shape, generator=dice)
+            weight.data.mul_(1 + by.to(weight))
         model.register_forward_pre_hook(self._entering, with_kwargs=True)
         model.register_forward_hook(self._leaving)
 
@@ -120,45 +123,44 @@ class Watch(StepWatch):
             known.append({"after": self.done, "read": [], "gathered": 0})
         return known[-1]
 
-    def parameters(self, model, optimizer):
-        """(name, parameter) of those that the optimizer updates (DeepSpeed's: of its model's)."""
-        groups = optimizer.param_groups if optimizer else []
-        own = model.parameters() if model and self.zero() else sum((g["params"] for g in groups), [])
-        own = set(map(id, own))
-        for number, model in enumerate(self.models):
-            for name, weight in model.named_parameters():
-                if not own or id(weight) in own:
-                    name = name.replace("_checkpoint_wrapped_module.", "")
-                    yield (f"model {number + 1}: " if len(self.models) > 1 else "") + name, weight
-
     def zero(self):
         """Whether DeepSpeed trains."""
         return self.accelerator.distributed_type == utils.DistributedType.DEEPSPEED
 
-    def weights(self, model=None, optimizer=None):
-        """{name: two numbers, or None if ZeRO-3 does not tell}. A collective under FSDP and ZeRO."""
-        found = {}
-        for name, weight in self.parameters(model, optimizer):
-            if self.zero() and weight.requires_grad:
-                weight = safe_get_full_fp32_param(weight)
-            elif hasattr(weight, "ds_id"):
-                weight = None
-            found[name] = None if weight is None else two_numbers(name, weight)
+    def numbers(self, value_of, model=None, optimizer=None):
+        """{name: two numbers of a parameter's value, or None}, of what the optimizer updates
+        (DeepSpeed's: of its model; without both: of all). A collective under FSDP and ZeRO.
+        """
+        groups = optimizer.param_groups if optimizer else []
+        own = (
+            model.parameters() if model and self.zero() else sum((g["params"] for g in groups), [])
+        )
+        own, found = set(map(id, own)), {}
+        for number, each in enumerate(self.models):
+            for name, weight in each.named_parameters():
+                if not own or id(weight) in own:
+                    name = name.replace("_checkpoint_wrapped_module.", "")
+                    name = name.removeprefix("module.")  # of DataParallel
+                    name = f"model {number + 1}: {name}" if len(self.models) > 1 else name
+                    value = value_of(weight)
+                    found[name] = None if value is None else two_numbers(name, value)
         return found
 
-    def gradients(self, model=None, optimizer=None):
-        """The same of the gradients; None if there is none."""
-        found = {}
-        for name, weight in self.parameters(model, optimizer):
-            trained = self.zero() and weight.requires_grad
-            grad = safe_get_full_grad(weight) if trained else weight.grad
-            found[name] = None if grad is None else two_numbers(name, grad)
-        return found
+    def weight_of(self, weight):
+        """The whole parameter. ZeRO-3 does not tell a frozen one."""
+        if self.zero() and weight.requires_grad:
+            return safe_get_full_fp32_param(weight)
+        return None if hasattr(weight, "ds_id") else weight
+
+    def gradient_of(self, weight):
+        """The whole gradient, or None."""
+        return safe_get_full_grad(weight) if self.zero() and weight.requires_grad else weight.grad
 
     def _note_tensors(self, *owners):
         if "grads" not in self.now:
             self.now["draws"] |= self.dice not in (None, random_state())
-            self.now |= {"grads": self.gradients(*owners), "weights": self.weights(*owners)}
+            self.now["grads"] = self.numbers(self.gradient_of, *owners)
+            self.now["weights"] = self.numbers(self.weight_of, *owners)
 
     def before_update(self, model, optimizer):
         """Note gradients and weights, if they were not noted before clipping."""
@@ -170,11 +172,11 @@ class Watch(StepWatch):
         if self.pending and not self.now["samples"]:  # of a model that accelerate did not prepare
             self.now["samples"], self.pending = self.pending, []
         self.found["steps"].append(self.now)
-        self.found["last"] = self.weights()
+        self.found["last"] = self.numbers(self.weight_of)
         self.clear()
         saved = self.found["saved_at"]
-        if self.kill_after is not None:
-            if saved is not None and self.done >= (self.kill_after or saved + 2):
+        if self.kill_after is not None and saved is not None:
+            if self.done >= (self.kill_after or saved + 2):
                 self.found["killed"] = True
                 self.save()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -182,6 +184,7 @@ class Watch(StepWatch):
             self.leave()
 
     def save(self):
+        """Write down what was found."""
         Path(self.folder, f"{self.rank}.json").write_text(json.dumps(self.found))
 
     def leave(self, code=0):
@@ -194,141 +197,153 @@ class Watch(StepWatch):
     # ---- what is patched
 
     def watch(self):
-        """Patch the loaders, the Accelerator, and dropout."""
+        """Patch the Accelerator, the loaders, and dropout."""
         super().watch()
-        self._watch_loaders()
-        backward, save, load = Accelerator.backward, Accelerator.save_state, Accelerator.load_state
-
-        @functools.wraps(backward)
-        def noted(accelerator, loss, **options):
-            self.now["losses"].append(loss.detach().double().mean().item())
-            return backward(accelerator, loss, **options)
-
-        @functools.wraps(save)
-        def saved(*args, **options):
-            result = save(*args, **options)
-            self.found["saved_at"] = self.done
-            return result
-
-        @functools.wraps(load)
-        def loaded(*args, **options):
-            load(*args, **options)
-            self.done = 0
-            self.found |= {"loaded": True, "steps": [], "evaluations": []}
-            self.clear()
-
-        Accelerator.backward, Accelerator.save_state, Accelerator.load_state = noted, saved, loaded
-        for name in ("gather_for_metrics", "gather"):
-            setattr(Accelerator, name, self._counting(getattr(Accelerator, name)))
+        for name in ("save_state", "load_state", "backward", "gather_for_metrics", "gather"):
+            patch(Accelerator, name, getattr(self, f"_{name}"))
         for owner in (Accelerator, torch.nn.utils):
-            owner.clip_grad_norm_ = self._clipping(owner.clip_grad_norm_)
+            patch(owner, "clip_grad_norm_", self._clip_grad_norm_)
+        patch(fetch._MapDatasetFetcher, "fetch", self._fetch)
+        patch(DataLoader, "__init__", without_workers)
+        for kind in (DataLoaderShard, DataLoaderDispatcher, DataLoader):
+            patch(kind, "__iter__", self._batches)
         if not self.as_is:
             switch_off_dropout()
-            seed_the_order(self.split)
+            patch(Accelerator, "__init__", functools.partial(with_seeded_order, self.split))
 
-    def _counting(self, gather):
-        @functools.wraps(gather)
-        def counted(accelerator, data, *args, **options):
-            self.gathering += 1  # one calls the other
-            found = gather(accelerator, data, *args, **options)
-            self.gathering -= 1
-            rows = [len(x) for x in tree_leaves(found) if isinstance(x, torch.Tensor) and x.ndim]
-            evaluating = any(not model.training for model in self.models)
-            if evaluating and rows and not self.gathering:
-                self.evaluation()["gathered"] += rows[0]
-            return found
+    def _save_state(self, save, *args, **options):
+        result = save(*args, **options)
+        self.found["saved_at"] = self.done
+        return result
 
-        return counted
+    def _load_state(self, load, *args, **options):
+        load(*args, **options)
+        self.done = 0
+        self.found |= {"loaded": True, "steps": [], "evaluations": []}
+        self.clear()
 
-    def _clipping(self, clip):
-        @functools.wraps(clip)
-        def clipped(*args, **options):
-            last = self.models and self.accelerator.sync_gradients
-            if last and not self.zero():
-                self._note_tensors()
-            norm = clip(*args, **options)
-            if last and isinstance(norm, torch.Tensor):
-                self.now["norm"] = full(norm).item()
-            return norm
+    def _backward(self, backward, accelerator, loss, **options):
+        self.now["losses"].append(loss.detach().double().mean().item())
+        return backward(accelerator, loss, **options)
 
-        return clipped
+    def _gather(self, gather, *args, **options):
+        self.gathering += 1  # gather_for_metrics calls gather
+        found = gather(*args, **options)
+        self.gathering -= 1
+        rows = [len(x) for x in tree_leaves(found) if isinstance(x, torch.Tensor) and x.ndim]
+        evaluating = any(not model.training for model in self.models)
+        if evaluating and rows and not self.gathering:
+            self.evaluation()["gathered"] += rows[0]
+        return found
 
-    def _watch_loaders(self):
-        take, make = fetch._MapDatasetFetcher.fetch, DataLoader.__init__
+    _gather_for_metrics = _gather
 
-        def fetched(fetcher, indices):
-            numbers = list(indices) if isinstance(indices, (list, tuple)) else [indices]
-            before, collate, items = random_state(), fetcher.collate_fn, []
+    def _clip_grad_norm_(self, clip, *args, **options):
+        last = self.models and self.accelerator.sync_gradients
+        if last and not self.zero():
+            self._note_tensors()
+        norm = clip(*args, **options)
+        if last and isinstance(norm, torch.Tensor):
+            self.now["norm"] = full(norm).item()
+        return norm
 
-            def seen(data):
-                items.append(data)
-                return collate(data)
+    def _fetch(self, take, fetcher, indices):
+        numbers = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+        before, collate, items = random_state(), fetcher.collate_fn, []
 
-            fetcher.collate_fn = seen
+        def seen(data):
+            items.append(data)
+            return collate(data)
+
+        fetcher.collate_fn = seen
+        try:
+            batch = take(fetcher, indices)
+        finally:
+            fetcher.collate_fn = collate
+        if before != random_state():
+            self.now["draws"] = True
+        elif isinstance(items[0], list) and len(items[0]) == len(numbers):
+            # Two parts of a data set may give other samples the same index.
+            numbers = [checksum(item) for item in items[0]]
+        self.fetched[id(fetcher.dataset)].append(numbers)
+        return batch
+
+    def _batches(self, iterate, loader):
+        if self.iterating:  # one loader reads from another
+            yield from iterate(loader)
+            return
+        numbers = self.fetched[id(loader.dataset)]
+        numbers.clear()
+        source = iterate(loader)
+        while True:
+            self.iterating += 1
             try:
-                batch = take(fetcher, indices)
-            finally:
-                fetcher.collate_fn = collate
-            if before != random_state():
-                self.now["draws"] = True
-            elif isinstance(items[0], list) and len(items[0]) == len(numbers):
-                # Two parts of a data set may give other samples the same index.
-                numbers = [checksum(item) for item in items[0]]
-            self.fetched[id(fetcher.dataset)].append(numbers)
-            return batch
-
-        @functools.wraps(make)
-        def without_workers(loader, *args, **options):
-            options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-            make(loader, *args[:5], **options)
-
-        fetch._MapDatasetFetcher.fetch, DataLoader.__init__ = fetched, without_workers
-        for kind in (DataLoaderShard, DataLoaderDispatcher, DataLoader):
-            kind.__iter__ = self._following(kind.__iter__)
-
-    def _following(self, iterate):
-        def batches(loader):
-            if self.iterating:  # one loader reads from another
-                yield from iterate(loader)
+                batch = next(source)
+            except StopIteration:
                 return
-            numbers = self.fetched[id(loader.dataset)]
-            numbers.clear()
-            source = iterate(loader)
-            while True:
-                self.iterating += 1
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-                finally:
-                    self.iterating -= 1
-                # With a dispatcher, rank 0 reads for all.
-                known = numbers and not isinstance(loader, DataLoaderDispatcher)
-                self.pending += numbers.popleft() if known else checksums(batch)
-                self.dice = random_state()
-                Path(self.folder, f"{self.rank}.alive").touch()
-                yield batch
-
-        return batches
+            finally:
+                self.iterating -= 1
+            # With a dispatcher, rank 0 reads for all.
+            known = numbers and not isinstance(loader, DataLoaderDispatcher)
+            self.pending += numbers.popleft() if known else checksums(batch)
+            self.dice = random_state()
+            self.live()
+            yield batch
 
 
-EXIT = os._exit
+def patch(owner, name, new):
+    """From now on `owner.name(...)` is `new(the old one, ...)`."""
+    old = getattr(owner, name)
+
+    @functools.wraps(old)
+    def patched(*args, **options):
+        return new(old, *args, **options)
+
+    setattr(owner, name, patched)
+
+
+def without_workers(make, loader, *args, **options):
+    """A loader whose samples this process reads itself."""
+    options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    make(loader, *args[:5], **options)
+
+
+def with_seeded_order(split, make, accelerator, *args, **options):
+    """An Accelerator whose samplers have a seed: else several processes have another order."""
+    config = options.get("dataloader_config") or utils.DataLoaderConfiguration()
+    if not config.use_seedable_sampler:
+        config.use_seedable_sampler, config.data_seed = True, 0
+    config.split_batches = config.split_batches or split
+    make(accelerator, *args, **options | {"dataloader_config": config})
+
+
+def switch_off_dropout():
+    """Each rank would draw others. What an RNN does is its own argument, see `preparing`."""
+    for name in ("", "1d", "2d", "3d"):
+        setattr(functional, f"dropout{name}", lambda input, *args, **options: input)
+    functional.alpha_dropout = functional.feature_alpha_dropout = functional.dropout
+    torch.dropout = functional.dropout
+
+    def attend(own, query, key, value, attn_mask=None, dropout_p=0.0, **options):
+        return own(query, key, value, attn_mask, 0.0, **options)
+
+    patch(functional, "scaled_dot_product_attention", attend)
 
 
 def full(tensor):
+    """The whole tensor of a shard."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @functools.cache
 def signs_of(name, size):
+    """Random signs, the same ones for each tensor of a name."""
     dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(0, 2, [size], generator=dice).double() * 2 - 1
 
 
 def two_numbers(name, tensor):
-    """The norm of a tensor, and its sum with random signs, the same ones for each tensor of a name.
-    Together they tell tensors apart that have the same norm.
-    """
+    """Norm and sum with random signs: that tells tensors apart which have the same norm."""
     flat = full(tensor.detach()).double().flatten().cpu()
     return [flat.norm().item(), (flat @ signs_of(name, len(flat))).item()]
 
@@ -351,39 +366,10 @@ def checksum(item):
 
 
 def checksums(batch):
-    """One of each sample of a batch: of a row of all tensors that have as many rows as the first."""
+    """One of each sample of a batch: of its row in all tensors with as many rows as the first."""
     tensors = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim]
     rows = len(tensors[0]) if tensors else 0
     return [checksum([x[row] for x in tensors if len(x) == rows]) for row in range(rows)]
-
-
-def switch_off_dropout():
-    """Each rank would draw others. What an RNN does is its own argument, see `preparing`."""
-    for name in ("", "1d", "2d", "3d"):
-        setattr(functional, f"dropout{name}", lambda input, *args, **options: input)
-    functional.alpha_dropout = functional.feature_alpha_dropout = functional.dropout
-    torch.dropout = functional.dropout
-    attend = functional.scaled_dot_product_attention
-
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, **options):
-        return attend(query, key, value, attn_mask, 0.0, **options)
-
-    functional.scaled_dot_product_attention = attention
-
-
-def seed_the_order(split):
-    """Without a seed of its own a sampler has another order on one process than on several."""
-    make = Accelerator.__init__
-
-    @functools.wraps(make)
-    def seeded(accelerator, *args, **options):
-        config = options.get("dataloader_config") or utils.DataLoaderConfiguration()
-        if not config.use_seedable_sampler:
-            config.use_seedable_sampler, config.data_seed = True, 0
-        config.split_batches = config.split_batches or split
-        make(accelerator, *args, **options | {"dataloader_config": config})
-
-    Accelerator.__init__ = seeded
 
 
 def connect_over_gloo():
@@ -400,13 +386,18 @@ def connect_over_gloo():
     state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
     if fsdp:  # accelerate 1.15 shards on CPUs only under this type
         state.distributed_type = utils.DistributedType.MULTI_GPU
+    # transformers' Trainer would forget who is connected, and find no GPU.
+    AcceleratorState._reset_state = staticmethod(
+        lambda reset_partial_state=False: AcceleratorState._shared_state.clear()
+    )
 
 
 def watch_script(folder, gpus, options, script):
     """Be the rank that runs the script, and never return."""
     place = Path(folder, f"{os.environ.get('RANK', 0)}.at")
     faulthandler.register(signal.SIGUSR2, place.open("w"))  # the tool asks where a rank hangs
-    torch.seed(), numpy.random.seed(), random.seed()  # else a fork draws what its parent would
+    for reseed in (torch.seed, numpy.random.seed, random.seed):  # a fork has its parent's
+        reseed()
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:

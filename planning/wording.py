@@ -4,16 +4,27 @@ import math
 
 from planning.comparing import EXPLAIN, relative
 
+SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
+SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "apart": "ranks apart"}
 
-def sentence_of(difference, ranks, norms, resumed=False):
-    """One Difference as a sentence. `norms` names the model's BatchNorm layers."""
-    d = difference
-    if resumed:
-        return RESUMED[d.kind](d)
-    if d.kind in ("inputs", "outputs", "loss"):
-        return tell_sum(d, ranks, norms)
-    tell = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
-    return (tell | {"grads": tell_grads, "apart": tell_apart})[d.kind](d, ranks)
+
+def tell(found, ranks, norms, resumed=False):
+    """Lines about the Differences of a run: a sentence for the first, and for those that do not
+    follow from it; the rest in one line. `norms` names the model's BatchNorm layers.
+    """
+    lines, rest = [], []
+    for difference in found:
+        kind, step = difference.kind, difference.step
+        if lines and kind not in ("samples", "rate"):
+            rest.append(f"{SEEN[kind]} from step {step}")
+        elif resumed:
+            lines.append(f"step {step}: {tell_resumed(difference)}")
+        else:
+            sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
+            sentences |= {"grads": tell_grads, "apart": tell_apart}
+            sentence = sentences.get(kind, tell_sum)(difference, ranks, norms)
+            lines.append(f"step {step}: {sentence}")
+    return lines + [f"then {', '.join(rest)}"] * bool(rest)
 
 
 def some(names):
@@ -22,12 +33,19 @@ def some(names):
     return ", ".join(names[::-1][:3]) + more
 
 
-def times(ratio):
-    return f"{ratio:.4g} times"
+def same_step(d, kind):
+    """The first step of one process that has these samples, or these learning rates, or None."""
+    here = d.many[kind]
+    return next((k + 1 for k, step in enumerate(d.steps) if step[kind] == here), None)
 
 
-def tell_samples(d, ranks):
-    sizes, of_one = [len(samples) for samples in d.many["each"]], sum(d.one["samples"].values())
+def draws(d):
+    """Whether random numbers may explain it: what they hide, nobody can tell."""
+    return d.kind in EXPLAIN and d.one["draws"] and not {"samples", "weights"} & set(d.others)
+
+
+def tell_samples(d, ranks, _):
+    sizes, of_one = [len(samples) for samples in d.many["each"]], d.one["samples"].total()
     sets = [set(samples) for samples in d.many["each"]]
     shared = len(set.intersection(*sets)) if len(sets) > 1 else 0
     if shared and shared == len(sets[0]):
@@ -49,46 +67,37 @@ def tell_samples(d, ranks):
             "with drop_last=True the loader leaves it out"
         )
     if sum(sizes) < of_one:
-        return f"{seen}: does each rank divide the data once more than accelerate does?"
+        return f"{seen}: is the data divided among the ranks twice?"
     if whose := same_step(d, "samples"):
         return f"the {of_one} samples are those of step {whose} of one process"
-    others = of_one - sum((d.one["samples"] & d.many["samples"]).values())
+    others = of_one - (d.one["samples"] & d.many["samples"]).total()
     return (
-        f"{others} of {of_one} samples are others than on one process: another order, or is the "
-        "data divided among the ranks before accelerate divides it?"
+        f"{others} of {of_one} samples are others than on one process: is the loader prepared, is "
+        "the data divided before accelerate divides it, or do the ranks shuffle by other seeds?"
     )
 
 
-def same_step(d, kind):
-    """The first step of one process that has these samples, or these learning rates."""
-    here = d.many[kind]
-    return next((k + 1 for k, step in enumerate(d.steps) if step[kind] == here), None)
-
-
-def tell_rate(d, ranks):
+def tell_rate(d, ranks, _):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
         return f"the ranks have other learning rates ({rates}): does each rank step its schedule?"
-    here, before = d.one["rate"][0], d.steps[d.step - 2]["rate"][0] if d.step > 1 else None
-    now = d.many["rate"][0]
-    text = f"learning rate {now:.6g} instead of {here:.6g}"
-    if d.step == 1 and here and abs(now / here - ranks) < 1e-6:
-        return f"{text}, {times(ranks)}: is it multiplied by the number of processes?"
-    steps = [k for k, step in enumerate(d.steps) if relative(step["rate"][0], now) < 1e-6]
-    if before is not None and here != before and (
-        steps and steps[0] == (d.step - 1) * ranks or relative(now - before, (here - before) * ranks) < 1e-3
-    ):
+    here, now = d.one["rate"][0], d.many["rate"][0]
+    before = d.steps[d.step - 2]["rate"][0]
+    seen = f"learning rate {now:.6g} instead of {here:.6g}"
+    if d.step == 1 and relative(now, here * ranks) < 1e-6:
+        return f"{seen}, {ranks} times: is it multiplied by the number of processes?"
+    if d.step > 1 and here != before and relative(now - before, (here - before) * ranks) < 1e-3:
         return (
-            f"{text}: it changes {ranks} times as fast: a prepared schedule steps once for each rank "
+            f"{seen}, {ranks} times the change: a prepared schedule steps once for each rank "
             "(split_batches is off), so its length counts such steps. Or is it stepped twice?"
         )
     return (
-        f"{text}: the schedule has another length. Is it prepared, and is its length that of the "
+        f"{seen}: the schedule has another length. Is it prepared, and is its length that of the "
         "loader before it was prepared?"
     )
 
 
-def tell_weights(d, ranks):
+def tell_weights(d, _, __):
     seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ before the update"
     seen += f" ({some(d.names)})"
     if d.step == 1:
@@ -101,65 +110,54 @@ def tell_weights(d, ranks):
     return f"{seen}, though all before was the same: what changes weights between two steps?"
 
 
-def draws(d):
-    """Whether random numbers explain it: no tool can tell what they hide."""
-    return d.kind in EXPLAIN and d.one["draws"] and not {"samples", "weights"} & set(d.others)
-
-
 def tell_sum(d, ranks, norms):
-    one, many = ((step["loss"] if d.kind == "loss" else step[d.kind][0]) for step in (d.one, d.many))
     what = {"inputs": "the model's inputs", "outputs": "the model's outputs", "loss": "the loss"}
+    one, many = (step["loss"] if d.kind == "loss" else step[d.kind][0] for step in (d.one, d.many))
     if one is None or many is None:
         return f"{what[d.kind]}: {many} instead of {one}: is Accelerator.backward called on all?"
-    ratio = many / one if one else math.inf
-    text = f"{what[d.kind]}: {many:.6g} instead of {one:.6g}"
+    seen = f"{what[d.kind]}: {many:.6g} instead of {one:.6g}"
     if draws(d):
-        return f"{text}: random numbers are drawn in this step, others on each rank: {OFF}"
+        off = "switch that off (noise, augmentation) to compare"
+        return f"{seen}: random numbers are drawn in this step, others on each rank: {off}"
     if d.kind == "inputs":
-        return f"{text}, from the same samples: are they augmented, or padded?"
-    if {"samples", "weights", "inputs"} & set(d.others):
-        return text
-    if d.kind == "outputs":
-        if norms:
-            return (
-                f"{text}, from the same inputs: the model has BatchNorm ({norms[0]}), which takes "
-                "its mean over each rank's own samples; torch.nn.SyncBatchNorm takes that of all"
-            )
-        return f"{text}, from the same inputs: does the model use its rank, or the batch's size?"
-    if "outputs" in d.others:
-        return text
-    if abs(ratio * ranks - 1) < 1e-4:
+        return f"{seen}, from the same samples: are they augmented, or padded?"
+    if d.kind == "outputs" and norms:
         return (
-            f"{text}, {times(ratio)}, with the same outputs: a sum over samples? Gradients are "
-            "averaged over ranks: use a mean"
+            f"{seen}, from the same inputs: the model has BatchNorm ({norms[0]}), which takes its "
+            "mean over each rank's own samples; torch.nn.SyncBatchNorm takes that of all"
         )
-    if abs(ratio / ranks - 1) < 1e-4:
-        return f"{text}, {times(ratio)}: is a mean multiplied by the number of processes?"
+    if d.kind == "outputs":
+        return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
+    seen += f", {many / one if one else math.inf:.4g} times, with the same outputs"
+    if relative(many * ranks, one) < 1e-4:
+        return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
+    if relative(many, one * ranks) < 1e-4:
+        return f"{seen}: is a mean multiplied by the number of processes?"
     return (
-        f"{text}, with the same outputs: is it a mean over what is not the same number on each "
-        "rank (tokens, weights, a mask), or does it compare the samples of a batch?"
+        f"{seen}: is it a mean over what is not the same number on each rank (tokens, weights, a "
+        "mask), or does it compare the samples of a batch?"
     )
 
 
-def tell_grads(d, ranks):
+def tell_grads(d, _, __):
     one, many, names = d.one["grads"], d.many["grads"], d.names
     if none := [name for name in names if (one.get(name) is None) != (many.get(name) is None)]:
-        side = "the ranks" if many.get(none[0]) is None else "one process"
-        return f"{some(none)}: no gradient on {side}"
+        return f"{some(none)}: there is no gradient on one side"
     seen = f"gradients of {len(names)} of {len(one)} tensors ({some(names)})"
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
-    if len(names) > 1 and max(abs(ratio - ratios[0]) for ratio in ratios) < 1e-3 * abs(ratios[0]):
+    if all(relative(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
         return (
-            f"{seen} are {times(ratios[0])}: is a sum over ranks or micro-batches taken where a mean "
-            "is meant, or the loss divided once too often?"
+            f"{seen} are {ratios[0]:.4g} times: is a sum over ranks or micro-batches taken where a "
+            "mean is meant, or the loss divided once too often?"
         )
-    return f"{seen} differ; the last has norm {many[names[-1]][0]:.4g} instead of " + (
-        f"{one[names[-1]][0]:.4g}: are gradients of another step left in it, or changed before "
-        "they are reduced?"
+    norms = f"{many[names[-1]][0]:.4g} instead of {one[names[-1]][0]:.4g}"
+    return (
+        f"{seen} differ; the first one's norm is {norms}: are gradients of another step left in "
+        "it, or are they changed before they are reduced?"
     )
 
 
-def tell_apart(d, _):
+def tell_apart(d, _, __):
     apart = d.many["apart"]
     if names := apart.get("weights"):
         return (
@@ -167,73 +165,40 @@ def tell_apart(d, _):
             "alone change them, or start with others?"
         )
     return (
-        f"{len(apart['grads'])} gradients are not the same on all ranks ({some(apart['grads'])}): is "
-        "the loss computed by the prepared model, on all ranks?"
+        f"{len(apart['grads'])} gradients are not the same on all ranks ({some(apart['grads'])}): "
+        "is the loss computed by the prepared model, on all ranks?"
     )
 
 
-def resumed_samples(d):
-    whose = same_step(d, "samples")
-    whose = f"those of step {whose}" if whose else "those of no step"
-    return f"the samples are {whose} of the undisturbed run: {SKIP}"
-
-
-def resumed_rate(d):
-    whose = same_step(d, "rate")
-    whose = f", that of step {whose}," if whose else ""
-    return (
-        f"learning rate {d.many['rate'][0]:.6g}{whose} instead of {d.one['rate'][0]:.6g}: does the "
-        "checkpoint hold the schedule (was it prepared, or registered)?"
-    )
-
-
-def resumed_weights(d):
-    return (
-        f"{len(d.names)} of {len(d.one['weights'])} weights are others ({some(d.names)}): does the "
-        "checkpoint hold them, and the optimizer's states?"
-    )
-
-
-OFF = "switch that off (noise, augmentation) to compare"
-SKIP = "are the batches before the checkpoint skipped, in the order of the same epoch?"
-DICE = "does the checkpoint hold the random states, and is no seed set after it was loaded?"
-RESUMED = {
-    "samples": resumed_samples,
-    "rate": resumed_rate,
-    "weights": resumed_weights,
-    "inputs": lambda d: f"the same samples with other numbers: {DICE}",
-    "outputs": lambda d: f"the same inputs, other outputs (dropout, a buffer): {DICE}",
-    "loss": lambda d: f"loss {d.many['loss']:.6g} instead of {d.one['loss']:.6g}",
-    "grads": lambda d: f"gradients of {len(d.names)} tensors ({some(d.names)}) differ",
-    "apart": lambda d: tell_apart(d, None),
-}
-SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
-SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "apart": "ranks apart"}
-
-
-def tell(found, ranks, norms, resumed=False):
-    """Lines about all Differences of a run: a sentence for the first, and for each other that does
-    not follow from it; the rest in one line.
-    """
-    lines, rest = [], []
-    for difference in found:
-        if not lines or difference.kind in ("samples", "rate"):
-            sentence = sentence_of(difference, ranks, norms, resumed)
-            lines.append(f"step {difference.step}: {sentence}")
-        else:
-            rest.append(f"{SEEN[difference.kind]} from step {difference.step}")
-    return lines + [f"then {', '.join(rest)}"] * bool(rest)
-
-
-EVALUATIONS = {
-    "missing": "{1} of {0} samples are read by no rank",
-    "alone": "rank 0 read {1} of {0} samples, and nothing was gathered: is the metric that of its "
-    "own part?",
-    "rows": "{1} rows gathered instead of {0}: gather_for_metrics drops what fills up the last "
-    "batch, if the loader is prepared. A mean of the ranks' means is wrong where that is uneven",
-}
+def tell_resumed(d):
+    """The same of a run that goes on, beside one that nothing disturbed."""
+    dice = "does the checkpoint hold the random states, and is nothing drawn or seeded after it?"
+    if d.kind == "samples":
+        whose = same_step(d, "samples")
+        whose = f"those of step {whose}" if whose else "those of no step"
+        skip = "are the batches before the checkpoint skipped, in the order of the same epoch?"
+        return f"the samples are {whose} of the undisturbed run: {skip}"
+    if d.kind == "rate":
+        now, here = d.many["rate"][0], d.one["rate"][0]
+        held = "does the checkpoint hold the schedule (was it prepared, or registered)?"
+        return f"learning rate {now:.6g} instead of {here:.6g}: {held}"
+    if d.kind == "weights":
+        seen = f"{len(d.names)} of {len(d.one['weights'])} weights are others ({some(d.names)})"
+        return f"{seen}: does the checkpoint hold them, and the optimizer's states?"
+    if d.kind == "inputs":
+        return f"the same samples with other numbers: {dice}"
+    if d.kind == "outputs":
+        return f"the same inputs, other outputs (dropout, a buffer): {dice}"
+    return f"{SEEN[d.kind]} differ: {dice}"
 
 
 def tell_evaluation(step, what, one, many):
     """A line about an evaluation that differs, see comparing.compare_evaluations."""
-    return f"evaluation after step {step}: {EVALUATIONS[what].format(one, many)}"
+    sentence = {
+        "missing": f"{many} of {one} samples are read by no rank",
+        "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: is the metric "
+        "that of its own part?",
+        "rows": f"{many} rows gathered instead of {one}: gather_for_metrics drops what fills up "
+        "the last batch, if the loader is prepared. A mean of the ranks' means is not the mean",
+    }[what]
+    return f"evaluation after step {step}: {sentence}"

@@ -108,11 +108,11 @@ def namespaces(setup, *more):
     return ["unshare", "--mount", "--uts", *more, "sh", "-c", f'{setup} && exec "$@"', "sh"]
 
 
-def run_forked(words, argv, folder=None, env=None, root=ROOT):
+def run_forked(words, argv, folder=None, env=None, root=ROOT, alone=False):
     """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         env = os.environ | (env or {})
-        code = warm.run_ranks(words, argv, env, root, out.name, err.name, 240)
+        code = warm.run_ranks(words, argv, env, root, out.name, err.name, 240, alone)
         return Result(code, out.read(), err.read(), folder)
 
 

@@ -55,15 +55,16 @@ def all_end(ranks, timeout):
     return True
 
 
-def run_ranks(words, argv, environment, folder, out, err, timeout):
+def run_ranks(words, argv, environment, folder, out, err, timeout, alone=False):
     """What `accelerate launch WORDS ARGV` does, in `folder`; the ranks append to the files `out`
-    and `err`. Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them.
-    Raises TimeoutError.
+    and `err`. Returns 0, or 1 if a rank failed; then the others are ended as torchrun ends them. Of
+    one process it returns the exit code; `alone` says that it starts ranks itself. Raises
+    TimeoutError.
     """
     number, environment = what_the_launcher_starts([*words, *argv], environment)
     worlds, _store = make_worlds(number)
     context = start_server()
-    fcntl.flock(TURNS, fcntl.LOCK_EX if len(worlds) > 1 else fcntl.LOCK_SH)
+    fcntl.flock(TURNS, fcntl.LOCK_EX if alone or len(worlds) > 1 else fcntl.LOCK_SH)
     ranks = [
         context.Process(target=become, args=(environment | world, folder, argv, out, err))
         for world in worlds
@@ -79,4 +80,4 @@ def run_ranks(words, argv, environment, folder, out, err, timeout):
             rank.kill()
             rank.join()
         fcntl.flock(TURNS, fcntl.LOCK_UN)
-    return int(any(rank.exitcode for rank in ranks))
+    return int(any(rank.exitcode for rank in ranks)) if number else ranks[0].exitcode
