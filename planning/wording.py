@@ -199,6 +199,7 @@ def tell_evaluation(step, what, one, many):
         "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: is the metric "
         "that of its own part?",
         "rows": f"{many} rows gathered instead of {one}: gather_for_metrics drops what fills up "
-        "the last batch, if the loader is prepared. A mean of the ranks' means is not the mean",
+        "the last batch, if the loader is prepared. Or does the script? A mean of the ranks' means "
+        "is not the mean",
     }[what]
     return f"evaluation after step {step}: {sentence}"

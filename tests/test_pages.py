@@ -62,7 +62,7 @@ MEASURED = [  # what differs from run to run, or from machine to machine
     r'"(startup|train|eval|total|samples_per_second|\w+_mb)": [\d.]+',
     r"(?<![\d.])\d+ ?%",  # a share of time; accuracies have decimals
     r"(?<=libraries and data) +[\d,]+|(?<=^total) +[\d,]+",
-    r"[1-9]\.\de-0[3-9]",  # differences by rounding
+    r"[1-9](\.\d)?e-0[3-9]",  # differences by rounding
     r"(?<=process )\d+|(?<=^step_)\d+|(?<=killed/checkpoints/step_)\d+",
     r":?-{2,}:?|^[.#]{4,}$",  # as wide as their tables
 ]
@@ -70,7 +70,8 @@ MEASURED = re.compile("|".join(MEASURED))
 FORKS = """#!/bin/bash -e
 case "${{0##*/}} $1" in
     "accelerate "*) shift ;;
-    "python dry_run.py" | "python docs/lab/single.py" | "python docs/lab/check_ex"*)
+    "python dry_run.py" | "python verify.py" | "python docs/lab/single.py" | \\
+    "python docs/lab/check_ex"*)
         set -- --config_file accelerate_configs/baseline.yaml "$@" ;;
     "python "*) exec "{1}" "$@" ;;
 esac

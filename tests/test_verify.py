@@ -1,9 +1,11 @@
 """verify.py: what it says of right scripts, of one mistake each, of public ones, and of bad input.
 
-The scripts are in tests/data/verify/. Each is a right one with one mistake that people make.
+The scripts are in tests/data/verify/, four of them in docs/lab/. Each is a right one with one
+mistake that people make.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 from conftest import BASELINE, ROOT, run_forked
 from test_bert import TINY
 
+LAB = ROOT / "docs" / "lab"
 ZOO = ROOT / "tests" / "data" / "verify"
 BATCH = ["--batch_flag", "batch_size=16"]
 DIGITS = [str(ROOT / "train_mnist_rnn.py"), "--dataset", "digits", "--max_train_steps", "12"]
@@ -20,14 +23,14 @@ OURS = ["--batch_flag", "per_device_train_batch_size=16"]
 # The first line that the tool prints of each mistake, or a part of it, and the YAML that shows it.
 MISTAKES = {
     "loader_not_prepared": "step 1: all ranks read the same 8 samples: was the loader given to",
-    "data_divided_twice": "step 1: 14 of 16 samples are others than on one process",
+    "unequal_1": "step 1: 14 of 16 samples are others than on one process",
     "shuffled_by_rank": "step 1: 8 of 16 samples are others than on one process: is the loader",
-    "schedule_too_fast": "step 2: learning rate 0.00925 instead of 0.009625, 2 times the change",
+    "unequal_2": "step 2: learning rate 0.00925 instead of 0.009625, 2 times the change",
     "schedule_not_prepared": "step 2: learning rate 0.0098125 instead of 0.009625: the schedule",
     "rate_times_ranks": "step 1: learning rate 0.02 instead of 0.01, 2 times: is it multiplied",
     "seed_by_rank fsdp": "(2.bias, 2.weight, 0.bias and 1 more): set the seed on all ranks",
     "loss_sum": "0.5 times, with the same outputs: a sum over samples?",
-    "loss_mean_of_some": "with the same outputs: is it a mean over what is not the same number",
+    "unequal_3": "with the same outputs: is it a mean over what is not the same number",
     "loss_of_pairs": "or does it compare the samples of a batch?",
     "batchnorm": "from the same inputs: the model has BatchNorm (1), which takes its mean",
     "unwrapped": "step 1: 4 gradients are not the same on all ranks (2.bias, 2.weight, 0.bias",
@@ -35,7 +38,7 @@ MISTAKES = {
     "are 2 times: is a sum over ranks",
     "clipped_by_torch zero2": "clip_grad_norm_ clipped nothing: under DeepSpeed only",
     "average_on_main": "step 2: 4 weights are not the same on all ranks",
-    "metric_gather": "evaluation after step 24: 80 rows gathered instead of 75",
+    "unequal_4": "evaluation after step 24: 80 rows gathered instead of 75",
     "metric_of_rank_0": "evaluation after step 24: rank 0 read 40 of 75 samples, and nothing was",
     "metric_mean_of_means": "evaluation after step 24: 10 rows gathered instead of 5",
     "gathered_on_main": "s: rank 0 is in gathered_on_main.py:39, rank 1 is in gathered_on_main.py:",
@@ -48,8 +51,8 @@ RESUMES = {
     "draws_again": "step 8: the same inputs, other outputs (dropout, a buffer): does the",
     "seeds_again": "step 8: the same inputs, other outputs (dropout, a buffer): does the",
 }
-QUICK = ["loader_not_prepared", "schedule_too_fast", "loss_mean_of_some", "batchnorm"]
-QUICK += ["average_on_main", "metric_gather"]
+QUICK = ["loader_not_prepared", "unequal_2", "unequal_3", "batchnorm"]
+QUICK += ["average_on_main", "unequal_4"]
 RIGHT = {"right": "ddp fsdp zero2 zero3", "right_accumulation": "ddp fsdp zero2 zero3"}
 RIGHT |= {"right_iterable": "ddp fsdp zero2 zero3", "right_trainer": "ddp fsdp zero2 zero3"}
 RIGHT |= {"right_two_optimizers": "ddp fsdp"}  # DeepSpeed trains one model.
@@ -97,11 +100,33 @@ def test_right_scripts_are_the_same_everywhere(name, tmp_path):
 @pytest.mark.parametrize("name", slow_but(QUICK, MISTAKES))
 def test_the_first_line_names_the_mistake(name, tmp_path):
     script, _, yaml = name.partition(" ")
-    words = [*yamls(yaml or "ddp"), *BATCH, "--patience", 8, f"{ZOO}/{script}.py"]
+    folder = LAB if script.startswith("unequal") else ZOO
+    words = [*yamls(yaml or "ddp"), *BATCH, "--patience", 8, folder / f"{script}.py"]
     result = verify(tmp_path, *words, code=1)
     [column] = columns(result.folder).values()
     assert MISTAKES[name] in column["lines"][0], column["lines"]
     assert column["verdict"] == "differs" and column["lines"][0] in result.out
+
+
+@pytest.mark.slow
+def test_the_answers_of_exercise_15_mend_its_scripts(tmp_path):
+    page = (LAB / "15-verify.md").read_text()
+    mends = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", page)
+    assert len(mends) == 4
+    for number, (wrong, right) in enumerate(mends, 1):
+        text = (LAB / f"unequal_{number}.py").read_text()
+        assert text.count(wrong) == 1
+        (tmp_path / "mended.py").write_text(text.replace(wrong, right))
+        verify(tmp_path, *yamls("ddp"), *BATCH, "mended.py")
+
+
+def test_the_page_of_results_names_every_mistake():
+    page = (ROOT / "docs" / "results" / "verify.md").read_text()
+    files = [*ZOO.glob("*.py"), *LAB.glob("unequal_*.py")]
+    mistakes = [file.stem for file in files if not file.stem.startswith("right")]
+    assert len(mistakes) >= 16 and all(f"`{name}`" in page for name in mistakes)
+    tested = {name.partition(" ")[0] for name in MISTAKES} | {f"resume_{name}" for name in RESUMES}
+    assert set(mistakes) == tested | {"augmentation", "not_seeded", "fails_on_rank_1"}
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ def main():
         model, optimizer, train, test, schedule
     )
     critic, second = accelerator.prepare(critic, second)
+    # Not prepared, it makes a step for each of the 24 of the training, everywhere.
+    fade = torch.optim.lr_scheduler.LinearLR(second, 1, 0.5, total_iters=24)
     for epoch in range(2):
         model.train()
         for inputs, labels in train:
@@ -40,6 +42,7 @@ def main():
             optimizer.zero_grad()
             accelerator.backward(critic(model(inputs).detach()).square().mean())
             second.step()
+            fade.step()
             second.zero_grad()
         model.eval()
         right = 0

@@ -1,4 +1,4 @@
-"""Mistake: the loss is a mean over those samples that count, which are not as many on each rank."""
+"""It trains on one device, and not the same on two: exercise 15 asks why."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Mistake: gather counts the samples twice that fill up the last batch."""
+"""It trains on one device, and not the same on two: exercise 15 asks why."""
 
 import argparse
 
