@@ -246,7 +246,9 @@ def compare_runs(base, control, many):
     if printed:
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")
     verdict = "cannot tell" if found and wording.draws(found[0]) else "differs"
-    return {"cells": cells, "lines": lines, "verdict": verdict if lines else "the same"}
+    verdict = verdict if lines else "the same"
+    lines += wording.note_seeds(comparing.first_apart(many))
+    return {"cells": cells, "lines": lines, "verdict": verdict}
 
 
 def cells_of(rows, first, worst):
@@ -310,12 +312,17 @@ def verify(args, launch):
 def main():
     """Verify, print, and write verify.json."""
     args = parse_args()
-    launch = functools.partial(run, args, import_libraries(args.ranks))
+    gpus = import_libraries(args.ranks)
+    launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)
     except (RunFailedError, CannotTellError) as problem:
         print(getattr(problem, "trace", ""), file=sys.stderr)
         cannot_tell(f"{args.script.name} on one process: {problem}")
+    where = f"{'GPUs' if gpus else 'CPU processes'}, mixed_precision: {args.precision}"
+    print(f"{args.script.name} on {where}")
+    off = "off, and the order of samples is seeded"
+    print(f"Dropout is {off if args.resume is None else 'on'}.\n")
     rows = max((column["cells"] for column in columns.values()), key=len)
     cells = [[row, *(one["cells"].get(row, "-") for one in columns.values())] for row in rows]
     print(markdown_table([["", *columns], *cells]), end="\n\n")

@@ -200,6 +200,12 @@ def compare_printed(base, control, many):
     return None, compared
 
 
+def first_apart(ranks):
+    """The names of weights that the ranks make otherwise, before Accelerator.prepare."""
+    one, *others = (rank["first"] for rank in ranks)
+    return [name for name in one if any(one[name] != other.get(name) for other in others)]
+
+
 def compare_last(base, control, many, least):
     """The largest distance of the weights after the last step, and whether rounding explains it."""
     twin, last = (weights_apart(base[0]["last"], run[0]["last"]) for run in (control, many))

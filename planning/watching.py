@@ -56,8 +56,8 @@ class Watch(StepWatch):
         self.folder, self.steps, self.split = folder, steps, split
         self.moved, self.as_is, self.kill_after = moved, as_is, kill_after
         self.rank = int(os.environ.get("RANK", 0))
-        self.found = {"steps": [], "evaluations": [], "norms": [], "last": {}, "precision": "no"}
-        names = ("processes", "saved_at", "loaded", "killed", "error", "traceback")
+        self.found = {"steps": [], "evaluations": [], "norms": [], "first": {}, "last": {}}
+        names = ("processes", "precision", "saved_at", "loaded", "killed", "error", "traceback")
         self.found |= dict.fromkeys(names)
         self.models, self.iterating, self.gathering = [], 0, 0
         self.fetched = collections.defaultdict(collections.deque)  # batches of each data set
@@ -85,6 +85,8 @@ class Watch(StepWatch):
         if model in self.models:
             return
         self.models.append(model)
+        # Those of each rank, before DDP and ZeRO give all ranks those of rank 0.
+        self.found["first"] = self.numbers(lambda each: None if hasattr(each, "ds_id") else each)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.RNNBase) and not self.as_is:
                 module.dropout = 0.0

@@ -192,6 +192,12 @@ def tell_resumed(d):
     return f"{SEEN[d.kind]} differ: {dice}"
 
 
+def note_seeds(names):
+    """A remark about first weights that the ranks make otherwise, or none."""
+    seed = "FSDP keeps these, DDP and ZeRO take those of rank 0: set one seed"
+    return [f"note: the ranks make other first weights ({some(names)}). {seed}"] * bool(names)
+
+
 def tell_evaluation(step, what, one, many):
     """A line about an evaluation that differs, see comparing.compare_evaluations."""
     sentence = {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BASELINE, ROOT, run_forked
+from conftest import BASELINE, ROOT, RUNGS, STRATEGIES, run_forked
 from test_bert import TINY
 
 LAB = ROOT / "docs" / "lab"
@@ -132,7 +132,8 @@ def test_the_page_of_results_names_every_mistake():
 @pytest.mark.slow
 def test_what_is_harmless_elsewhere_is_the_same_there(tmp_path):
     """DDP gives all ranks the weights of rank 0, and torch clips what DDP and FSDP reduced."""
-    verify(tmp_path, *yamls("ddp"), *BATCH, f"{ZOO}/seed_by_rank.py")
+    result = verify(tmp_path, *yamls("ddp"), *BATCH, f"{ZOO}/seed_by_rank.py")
+    assert "note: the ranks make other first weights (2.bias, 2.weight" in result.out
     verify(tmp_path, *yamls("ddp fsdp"), *BATCH, f"{ZOO}/clipped_by_torch.py")
 
 
@@ -163,9 +164,9 @@ def test_right_resumes_are_equal_to_the_last_bit(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [DIGITS, BERT], ids=["mnist", "bert"])
 def test_this_projects_scripts_train_the_same(script, tmp_path):
-    """Under all YAMLs and HSDP, with accumulation and clipping; and in bf16 under DDP and FSDP."""
+    """With accumulation and clipping, the LSTM under all YAMLs; under HSDP; and in bf16."""
     end = ["--output_dir", tmp_path / "runs"]
-    names = "dp ddp fsdp zero2 zero3 zero1 fsdp_keep"
+    names = " ".join([*STRATEGIES, *(["dp", *RUNGS] if script == DIGITS else [])])
     clip = ["--gradient_accumulation_steps", 3, "--max_grad_norm", 0.5]
     found = columns(verify(tmp_path, *yamls(names), *OURS, *script, *clip, *end).folder)
     assert list(found) == names.split()
