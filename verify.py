@@ -156,7 +156,8 @@ def words_of(args, file, ranks, more, own):
     if args.batch_name:
         argv += [f"--{args.batch_name}", str(args.batch // ranks)]
     if args.output_dir:
-        argv = [word.replace(args.output_dir, own) for word in argv]
+        path = rf"(^|=){re.escape(args.output_dir.rstrip('/'))}(?=/|$)"
+        argv = [re.sub(path, lambda found: found[1] + own, word) for word in argv]
     elif "--output_dir" in args.script.read_text("utf-8"):
         argv += ["--output_dir", own]
     return words, argv
@@ -224,7 +225,7 @@ def compare_runs(base, control, many):
     "verdict"}.
     """
     one, other = comparing.merge(base), comparing.merge(many)
-    least = comparing.LEAST.get(base[0]["precision"], 0.0)
+    least = comparing.LEAST.get(base[0]["precision"], comparing.LEAST["bf16"])
     limits = comparing.limits_of(one, comparing.merge(control), least)
     found, first, worst = comparing.compare(one, other, limits)
     lines = wording.tell(found, len(many), base[0]["norms"])

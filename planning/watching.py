@@ -46,9 +46,9 @@ EXIT = os._exit
 
 
 class Watch(StepWatch):
-    """What this rank does in its first `steps` steps, or from `Accelerator.load_state` on. Then the
-    process ends, or is killed after `kill_after` steps (0: after the second that follows a
-    checkpoint). `moved` makes it the control. `as_is` leaves dropout and the samples' order alone.
+    """What this rank does in its first `steps` steps. Then the process ends. Or it is killed after
+    `kill_after` steps (0: after the second that follows a checkpoint). `moved` makes it the control.
+    `as_is` leaves dropout and the order of samples alone.
     """
 
     def __init__(self, folder, steps, split=False, moved=False, as_is=False, kill_after=None):
@@ -94,7 +94,7 @@ class Watch(StepWatch):
                 self.found["norms"].append(name)
         dice = torch.Generator().manual_seed(1)
         for weight in model.parameters() if self.moved else ():
-            by = MOVED.get(precision, 0.0) * torch.randn(weight.shape, generator=dice)
+            by = MOVED.get(precision, MOVED["bf16"]) * torch.randn(weight.shape, generator=dice)
             weight.data.mul_(1 + by.to(weight))
         model.register_forward_pre_hook(self._entering, with_kwargs=True)
         model.register_forward_hook(self._leaving)
@@ -220,9 +220,7 @@ class Watch(StepWatch):
 
     def _load_state(self, load, *args, **options):
         load(*args, **options)
-        self.done = 0
-        self.found |= {"loaded": True, "steps": [], "evaluations": []}
-        self.clear()
+        self.found["loaded"] = self.done == 0  # not the best weights, after training
 
     def _backward(self, backward, accelerator, loss, **options):
         self.now["losses"].append(loss.detach().double().mean().item())
