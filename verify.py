@@ -27,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -98,6 +99,8 @@ def parse_args():
             f"the YAMLs have other precisions ({', '.join(precisions)}): verify each alone"
         )
     args.yamls, [args.precision] = {file.stem: file for file in files}, precisions
+    if len(args.yamls) < len(files) or "control" in args.yamls:
+        parser.error("the YAMLs need names of their own")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--output_dir")
     args.output_dir = own.parse_known_args(args.flags)[0].output_dir
@@ -148,19 +151,19 @@ def import_libraries(ranks):
 def words_of(args, file, ranks, more, own):
     """The words of `accelerate launch`, and the script and its flags; `own` is its folder."""
     words = ["--config_file", str(file), "--main_process_port", "0", "--num_processes", str(ranks)]
-    words += ["--mixed_precision", args.precision]
-    deepspeed = read_yaml(file).get("deepspeed_config", {}).get("deepspeed_config_file")
+    words += ["--num_machines", "1", "--mixed_precision", args.precision]
+    deepspeed = (read_yaml(file).get("deepspeed_config") or {}).get("deepspeed_config_file")
     if deepspeed and not Path(deepspeed).is_file() and (ROOT / deepspeed).is_file():
         words += ["--deepspeed_config_file", str(ROOT / deepspeed)]
-    argv = [str(args.script), *args.flags, *more]
+    flags = [*args.flags, *more]
     if args.batch_name:
-        argv += [f"--{args.batch_name}", str(args.batch // ranks)]
+        flags += [f"--{args.batch_name}", str(args.batch // ranks)]
     if args.output_dir:
         path = rf"(^|=){re.escape(args.output_dir.rstrip('/'))}(?=/|$)"
-        argv = [re.sub(path, lambda found: found[1] + own, word) for word in argv]
-    elif "--output_dir" in args.script.read_text("utf-8"):
-        argv += ["--output_dir", own]
-    return words, argv
+        flags = [re.sub(path, lambda found: found[1] + own, word) for word in flags]
+    elif re.search("""["']--output_dir["']""", args.script.read_text("utf-8")):
+        flags += ["--output_dir", own]
+    return words, [str(args.script), *flags]
 
 
 def run(args, gpus, label, file, more=(), own=None, **options):
@@ -170,6 +173,8 @@ def run(args, gpus, label, file, more=(), own=None, **options):
     print(f"running {label}", file=sys.stderr, flush=True)
     ranks = 1 if read_yaml(file)["distributed_type"] == "NO" else args.ranks
     folder = args.folder / label
+    if folder.exists() and not (folder / "0.alive").exists():
+        raise CannotTellError(f"{folder} is not of this tool: name another --output_dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     words, argv = words_of(args, file, ranks, more, own or str(folder / "out"))
@@ -178,7 +183,7 @@ def run(args, gpus, label, file, more=(), own=None, **options):
     try:
         number, hung = run_ranks(words, argv, folder, target, args.patience, gpus)
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own kind.
-        raise RunFailedError(f"accelerate launch cannot start it: {problem!r}") from None
+        raise CannotTellError(f"accelerate launch cannot start it: {problem!r}") from None
     found = [read_rank(folder, rank) for rank in range(number)]
     if hung:
         where = {rank: where_it_is(folder, rank, args.script) for rank in hung}
@@ -204,10 +209,11 @@ def read_rank(folder, rank):
     found = json.loads(file.read_text()) if file.exists() else {"error": "ended", "traceback": ""}
     ends = [folder / f"{rank}.{end}" for end in ("out", "err")]
     out, said = (end.read_text(errors="replace").strip() if end.exists() else "" for end in ends)
+    found["out"] = f"{out}\n{said}"  # Many scripts log to stderr.
     # Where a library in C++ ended it, or argparse, its last line says what is wrong.
     if found["error"] and not found["traceback"] and said:
         found |= {"error": said.splitlines()[-1], "traceback": said}
-    return found | {"out": out}
+    return found
 
 
 def where_it_is(folder, rank, script):
@@ -220,34 +226,35 @@ def where_it_is(folder, rank, script):
 # -------- what is found
 
 
-def compare_runs(base, control, many):
+def compare_runs(base, control, many, batch):
     """A column of the table: {"cells": {row: cell}, "lines": [what differs, the cause first],
     "verdict"}.
     """
     one, other = comparing.merge(base), comparing.merge(many)
-    least = comparing.LEAST.get(base[0]["precision"], comparing.LEAST["bf16"])
-    limits = comparing.limits_of(one, comparing.merge(control), least)
-    found, first, worst = comparing.compare(one, other, limits)
-    lines = wording.tell(found, len(many), base[0]["norms"])
+    comparing.check_batch(one, other)
+    precision = base[0]["precision"]
+    limits = comparing.limits_of(one, comparing.merge(control), precision)
+    found, first, worst = comparing.compare(one, other, limits, comparing.least_of(precision))
+    lines = wording.tell(found)
     if len(other) != len(one):
         why = "is the loader prepared" if len(other) > len(one) else "is the data divided twice"
         lines.append(f"{len(other)} steps of training instead of {len(one)}: {why}?")
     cells = cells_of(ROWS, first, worst)
-    apart, alike = comparing.compare_last(base, control, many, least)
+    apart, alike = comparing.compare_last(base, control, many)
     cells["weights after the last step"] = f"{'same, ' if alike else 'differ, '}{apart:.0e}"
     printed, numbers = None, 0
-    if base[0]["precision"] == "no":  # In bf16 a metric jumps where a logit passes another.
-        printed, numbers = comparing.compare_printed(base, control, many)
+    if precision == "no":  # In bf16 a metric jumps where a logit passes another.
+        printed, numbers = comparing.compare_printed(base, control, many, batch)
     evaluated, rows = comparing.compare_evaluations(base, many, numbers and not printed)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
     if evaluated:
         cells["evaluated samples"] = f"step {evaluated[0]}"
         lines.append(wording.tell_evaluation(*evaluated))
     cells["printed numbers"] = "differ" if printed else f"same, {numbers}" if numbers else "none"
+    verdict = "cannot tell" if wording.hidden(found) else "differs" if lines else "the same"
     if printed:
+        verdict = "trains the same, and prints other numbers" if verdict == "the same" else verdict
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")
-    verdict = "cannot tell" if found and wording.draws(found[0]) else "differs"
-    verdict = verdict if lines else "the same"
     lines += wording.note_seeds(comparing.first_apart(many))
     return {"cells": cells, "lines": lines, "verdict": verdict}
 
@@ -268,14 +275,15 @@ def compare_resumed(launch, label, file, args):
     killed = launch(f"{label}-killed", file, own=out, as_is=True, kill_after=args.kill_after)
     at = killed[0]["saved_at"]
     if not at or not killed[0]["killed"]:
-        why = "ended before it was killed" if at else "called Accelerator.save_state in no step"
+        none = f"called Accelerator.save_state in none of {len(killed[0]['steps'])} steps"
+        why = "ended before it was killed" if at else none
         raise CannotTellError(f"the script {why}, so there is nothing to resume")
     more, left = args.resume.split(), args.steps - at
     resumed = launch(f"{label}-resumed", file, more, out, as_is=True, steps=left)
     one, other = comparing.merge(whole), comparing.merge(resumed)
-    limits = [dict.fromkeys(comparing.KINDS, comparing.LEAST["no"])] * max(len(one) - at, 0)
-    found, first, worst = comparing.compare(one, other, limits)
-    lines = wording.tell(found, len(whole), [], resumed=True)
+    limits = [{}] * len(other)  # bits are expected, and rounding is allowed
+    found, first, worst = comparing.compare(one, other, limits, comparing.LEAST["no"], at)
+    lines = wording.tell(found, resumed=True)
     if not resumed[0]["loaded"]:
         lines.insert(0, "it did not resume: Accelerator.load_state was not called")
     if len(other) != len(one) - at:
@@ -299,7 +307,7 @@ def verify(args, launch):
         failed = {"cells": {}, "trace": ""}
         try:
             if args.resume is None:
-                columns[label] = compare_runs(base, control, launch(label, file))
+                columns[label] = compare_runs(base, control, launch(label, file), args.batch)
             else:
                 columns[label] = compare_resumed(launch, label, file, args)
         except RunFailedError as problem:
@@ -313,6 +321,8 @@ def verify(args, launch):
 def main():
     """Verify, print, and write verify.json."""
     args = parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):  # The ranks end, too.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     gpus = import_libraries(args.ranks)
     launch = functools.partial(run, args, gpus)
     try:
@@ -334,7 +344,7 @@ def main():
     file.write_text(json.dumps({"argv": sys.argv[1:], "yamls": columns}, indent=1) + "\n")
     print(f"written: {file}")
     verdicts = {column["verdict"] for column in columns.values()}
-    sys.exit(1 if "differs" in verdicts else 2 * ("cannot tell" in verdicts))
+    sys.exit(1 if verdicts - {"the same", "cannot tell"} else 2 * ("cannot tell" in verdicts))
 
 
 if __name__ == "__main__":

@@ -33,13 +33,20 @@ class Difference:
     others: list
     steps: list
 
+    @property
+    def ranks(self):
+        """How many there are."""
+        return len(self.many["each"])
+
 
 def merge(ranks):
     """The steps of all ranks as one."""
-    return [merge_step(parts) for parts in zip(*[rank["steps"] for rank in ranks], strict=False)]
+    merged = [merge_step(parts) for parts in zip(*[rank["steps"] for rank in ranks], strict=False)]
+    return [step | {"norms": ranks[0]["norms"]} for step in merged]
 
 
 def merge_step(parts):
+    """A step of all ranks. "apart" are the tensors that they do not share."""
     means = [sum(part["losses"]) / len(part["losses"]) for part in parts if part["losses"]]
     step = parts[0] | {
         "samples": Counter(sample for part in parts for sample in part["samples"]),
@@ -77,67 +84,83 @@ def far(a, b, least):
 def far_by_name(a, b, share):
     """{name: how far}. Tensors below `share` of the norm of all are compared with that."""
     least = share * math.sqrt(sum(two[0] ** 2 for two in a.values() if two))
-    return {name: far(a.get(name), b.get(name), least) for name in a.keys() | b.keys()}
+    names = [*a, *(name for name in b if name not in a)]
+    return {name: far(a.get(name), b.get(name), least) for name in names}
 
 
 def weights_apart(a, b):
     """{name: how far}, of the weights that both runs tell: ZeRO-3 tells no frozen ones."""
-    known = [name for name in a.keys() & b.keys() if a[name] and b[name]]
+    known = [name for name in a if a[name] and b.get(name)]
     return far_by_name(*({name: weights[name] for name in known} for weights in (a, b)), 1e-3)
 
 
 def distances(a, b):
-    """{kind: how far step b is from step a}, and {kind: {tensor: how far}}."""
-    names = {"grads": far_by_name(a["grads"], b["grads"], 1e-4)}
-    names["weights"] = weights_apart(a["weights"], b["weights"])
-    found = {kind: max(of.values(), default=0.0) for kind, of in names.items()}
+    """{(kind, tensor): how far step b is from step a}, in the order of the model's tensors. What is
+    no tensor has the name "".
+    """
+    found = {("loss", ""): relative(a["loss"], b["loss"])}
     for kind in ("inputs", "outputs"):  # With other padding they have other sizes.
         same_size = a[kind][1] == b[kind][1]
-        found[kind] = relative(a[kind][0], b[kind][0]) if same_size else 0.0
-    return found | {"loss": relative(a["loss"], b["loss"])}, names
+        found[kind, ""] = relative(a[kind][0], b[kind][0]) if same_size else 0.0
+    weights = weights_apart(a["weights"], b["weights"])
+    grads = far_by_name(a["grads"], b["grads"], 1e-4)
+    found |= {("weights", name): value for name, value in weights.items()}
+    return found | {("grads", name): value for name, value in grads.items()}
 
 
-def limits_of(base, control, least):
-    """For each step {kind: how large a distance may be}: by the control's so far, or `least`."""
+def limits_of(base, control, precision):
+    """For each step of `base`, {(kind, tensor): how large a distance may be}: TIMES the largest of
+    the control so far, or LEAST. Rounding to bf16 is so rough that all tensors of a kind count.
+    """
     found, largest = [], Counter()
-    for a, b in zip(base, control, strict=False):
-        for kind, distance in distances(a, b)[0].items():
-            largest[kind] = max(largest[kind], distance)
-        found.append({kind: max(least, TIMES * value) for kind, value in largest.items()})
+    for k, step in enumerate(base):
+        here = distances(step, control[k]) if k < len(control) else {}
+        if precision != "no":
+            of_kind = {kind: max(here[key] for key in here if key[0] == kind) for kind, _ in here}
+            here = {key: of_kind[key[0]] for key in here}
+        largest |= Counter(here)  # the larger of both
+        least = least_of(precision)
+        found.append({key: max(least, TIMES * largest[key]) for key in distances(step, step)})
     return found
 
 
-def compare(one, many, limits):
+def least_of(precision):
+    """The smallest difference that counts."""
+    return LEAST.get(precision, LEAST["bf16"])
+
+
+def differences(a, b, most, least):
+    """{kind: its tensors that differ} of a step, in the order of causes."""
+    far_off = [key for key, value in distances(a, b).items() if value > most.get(key, least)]
+    rates = [pair for rate in b["rates"] for pair in zip(a["rate"], rate, strict=False)]
+    here = {kind: [name for k, name in far_off if k == kind] for kind, _ in far_off}
+    here |= {"samples": []} if a["samples"] != b["samples"] else {}
+    here |= {"rate": []} if any(relative(*pair) > 1e-6 for pair in rates) else {}
+    here |= {"apart": []} if b["apart"] else {}
+    return {kind: here[kind] for kind in KINDS if kind in here}
+
+
+def compare(one, many, limits, least, skipped=0):
     """The first Difference of each kind, earliest first; {kind: the first step at which it
-    differs}, harmless ones too; and {kind: the largest distance}. `one` may have more steps than
-    `limits`, which go with those of `many`.
+    differs}, harmless ones too; and {kind: the largest distance}. "first" are the first weights.
+    `many` and `limits` begin `skipped` steps later than `one`.
     """
-    found, first, worst, skipped = {}, {}, Counter(), len(one) - len(limits)
+    found, first, worst = {}, {}, Counter()
     for k, (a, b, most) in enumerate(zip(one[skipped:], many, limits, strict=False), skipped):
-        distance, names = distances(a, b)
-        here = [kind for kind, value in distance.items() if value > most[kind]]
-        here += ["samples"] * (a["samples"] != b["samples"])
-        here += ["apart"] * bool(b["apart"])
-        if any(relative(x, y) > 1e-6 for rate in b["rates"] for x, y in zip(a["rate"], rate)):  # noqa: B905
-            here.append("rate")
-        here.sort(key=KINDS.index)
+        for (kind, _), value in distances(a, b).items():
+            worst[kind] = max(worst[kind], value)
+        here = differences(a, b, most, least)
         if k == skipped:
-            worst["first"] = distance["weights"]
+            worst["first"] = worst["weights"]
             first |= {"first": k + 1} if "weights" in here else {}
         first = dict.fromkeys(here, k + 1) | first
-        if "grads" not in here:
-            here = [kind for kind in here if kind not in EXPLAIN]
+        kinds = [kind for kind in here if "grads" in here or kind not in EXPLAIN]
         # What the ranks do not share explains all that comes after, but for samples.
-        if "apart" in here and "samples" not in here:
-            here = ["apart", *[kind for kind in here if kind != "apart"]]
-        for place, kind in enumerate(here):
-            bad = [name for name, value in names.get(kind, {}).items() if value > most[kind]]
-            order = list(a[kind]) if kind in names else []
-            bad.sort(key=lambda name, order=order: order.index(name) if name in order else -1)
-            new = Difference(kind, k + 1, a, b, bad, here[:place], one)
+        if "apart" in kinds and "samples" not in kinds:
+            kinds.sort(key=lambda kind: kind != "apart")
+        for place, kind in enumerate(kinds):
+            new = Difference(kind, k + 1, a, b, here[kind], kinds[:place], one)
             found.setdefault(kind, new)
-        for kind, value in distance.items():
-            worst[kind] = max(worst[kind], value)
     return list(found.values()), first, worst
 
 
@@ -145,12 +168,14 @@ def check_repeats(base, control):
     """Raises CannotTellError unless the script does on one process what it did before."""
     one, again = merge(base), merge(control)
     for k, (a, b) in enumerate(zip(one, again, strict=False)):
-        distance, _ = distances(a, b)
+        if a["loss"] is not None and math.isnan(a["loss"]):
+            raise CannotTellError(f"the loss is NaN from step {k + 1} on")
         what = "other samples" if a["samples"] != b["samples"] else None
         what = what or ("other learning rates" if a["rate"] != b["rate"] else None)
         if k == 0 and base[0]["precision"] == "no":
-            what = what or ("other first weights" if distance["weights"] > 1e-4 else None)
-            what = what or ("another loss" if distance["loss"] > 1e-3 else None)
+            weights = max(weights_apart(a["weights"], b["weights"]).values(), default=0.0)
+            what = what or ("other first weights" if weights > 1e-4 else None)
+            what = what or ("another loss" if relative(a["loss"], b["loss"]) > 1e-3 else None)
         if what:
             raise CannotTellError(
                 f"step {k + 1} has {what} each time that the script runs: "
@@ -161,6 +186,18 @@ def check_repeats(base, control):
             f"{len(one)} training steps were seen, and 2 are needed: a step is a forward pass of a "
             "model, and a step of an optimizer, that Accelerator.prepare returned"
         )
+
+
+def check_batch(one, many):
+    """Raises CannotTellError if the ranks read, together, as many batches as there are ranks."""
+    if one and many and len(many[0]["each"]) > 1:
+        alone, together = one[0]["samples"].total(), many[0]["samples"].total()
+        if together == alone * len(many[0]["each"]) and alone:
+            if len(set(map(tuple, many[0]["each"]))) > 1:  # not the same batch on all ranks
+                raise CannotTellError(
+                    f"{together} samples in step 1 on all ranks, {alone} on one process: divide "
+                    "the batch by --batch_flag or --split"
+                )
 
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -182,17 +219,17 @@ def printed_numbers(rank):
     return found
 
 
-def compare_printed(base, control, many):
+def compare_printed(base, control, many, batch):
     """What rank 0 prints otherwise: (its line, the line of one process), or None; and how many
-    numbers were compared: those that the control prints, too.
+    numbers were compared: those that the control prints, too. The ranks divide `batch`.
     """
+    meant = [(1, len(many)), (batch, batch // len(many))]
     one, again, other = (printed_numbers(ranks[0]) for ranks in (base, control, many))
     compared = 0
     for text, lines in one.items():
         for mine, twin, theirs in zip(lines, again.get(text, []), other.get(text, [])):  # noqa: B905
             for a, b, c in zip(mine[1], twin[1], theirs[1], strict=True):
-                # Some scripts print how many processes there are.
-                if relative(a, b) > 1e-4 or (a, c) == (1, len(many)):
+                if relative(a, b) > 1e-4 or (a, c) in meant:
                     continue
                 compared += 1
                 if relative(a, c) > 1e-3:
@@ -206,22 +243,25 @@ def first_apart(ranks):
     return [name for name in one if any(one[name] != other.get(name) for other in others)]
 
 
-def compare_last(base, control, many, least):
+def compare_last(base, control, many):
     """The largest distance of the weights after the last step, and whether rounding explains it."""
-    twin, last = (weights_apart(base[0]["last"], run[0]["last"]) for run in (control, many))
-    apart = max(last.values(), default=0.0)
-    return apart, apart <= max(least, TIMES * max(twin.values(), default=0.0))
+    precision, none = base[0]["precision"], {"loss": None, "inputs": [0, 0], "outputs": [0, 0]}
+    steps = [none | {"weights": run[0]["last"], "grads": {}} for run in (base, control, many)]
+    [limits] = limits_of(steps[:1], steps[1:2], precision)
+    last = distances(steps[0], steps[2])
+    alike = all(value <= limits.get(key, least_of(precision)) for key, value in last.items())
+    return max(last.values()), alike
 
 
 def evaluations(ranks):
-    """{after which step: (the samples that all ranks read, those of rank 0, rows gathered)}"""
+    """{after which step: the samples that all ranks read, those of rank 0, and what it noted}"""
     found = {}
-    for number, rank in enumerate(ranks):
+    for rank in ranks:
         for one in rank["evaluations"]:
             if one["read"]:
-                read, first, rows = found.get(one["after"], (Counter(), Counter(), one["gathered"]))
-                first = Counter(one["read"]) if number == 0 else first
-                found[one["after"]] = (read + Counter(one["read"]), first, rows)
+                here = Counter(one["read"])
+                found.setdefault(one["after"], {"read": Counter(), "first": here, "rank 0": one})
+                found[one["after"]]["read"] += here
     return found
 
 
@@ -231,11 +271,14 @@ def compare_evaluations(base, many, printed_alike):
     """
     one, other = evaluations(base), evaluations(many)
     for step in one.keys() & other.keys():
-        (read, _, rows), (theirs, first, gathered) = one[step], other[step]
-        if missing := sum((read - theirs).values()):
+        a, b = one[step], other[step]
+        read, rows, gathered = a["read"], a["rank 0"]["gathered"], b["rank 0"]["gathered"]
+        if missing := (read - b["read"]).total():
             return (step, "missing", read.total(), missing), read.total()
-        if not rows and not gathered and first.keys() != read.keys():
-            return (step, "alone", len(read), len(first)), read.total()
-        if rows != gathered and not printed_alike:
+        if printed_alike:
+            continue
+        if not b["rank 0"]["collectives"] and b["first"].keys() != read.keys():
+            return (step, "alone", len(read), len(b["first"])), read.total()
+        if rows != gathered:
             return (step, "rows", rows, gathered), read.total()
-    return None, sum(read.total() for read, _, _ in one.values())
+    return None, sum(each["read"].total() for each in one.values())

@@ -15,8 +15,10 @@ draws    whether random numbers were drawn while a sample was read, or between t
 """
 
 import collections
+import ctypes
 import faulthandler
 import functools
+import inspect
 import json
 import os
 import random
@@ -43,12 +45,16 @@ from planning.patches import StepWatch
 # By how much rounding changes a weight, by precision: the control's first weights differ so much.
 MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12}
 EXIT = os._exit
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(StepWatch):
     """What this rank does in its first `steps` steps. Then the process ends. Or it is killed after
-    `kill_after` steps (0: after the second that follows a checkpoint). `moved` makes it the control.
-    `as_is` leaves dropout and the order of samples alone.
+    `kill_after` steps (0: after the second that follows a checkpoint). `moved` makes it the
+    control. `as_is` leaves dropout and the order of samples alone.
+
+    A batch that a loader hands out is in `batch`. It belongs to a step if a gradient is computed
+    before the next batch comes, and else to an evaluation.
     """
 
     def __init__(self, folder, steps, split=False, moved=False, as_is=False, kill_after=None):
@@ -60,9 +66,9 @@ class Watch(StepWatch):
         names = ("processes", "precision", "saved_at", "loaded", "killed", "error", "traceback")
         self.found |= dict.fromkeys(names)
         self.models, self.iterating, self.gathering = [], 0, 0
-        self.fetched = collections.defaultdict(collections.deque)  # batches of each data set
-        self.pending = []  # samples that were read, and that no model has seen yet
+        self.fetched = None  # what the loader that reads now has fetched: the samples of batches
         self.dice = None  # of the random generators, when a batch was handed out
+        self.begin_batch()
         self.clear()
 
     def clear(self):
@@ -70,6 +76,10 @@ class Watch(StepWatch):
         self.now = {"samples": [], "losses": [], "norm": None, "draws": False}
         self.now |= {"inputs": [0.0, 0], "outputs": [0.0, 0]}
         self.live()
+
+    def begin_batch(self):
+        """Forget the batch, which is noted. `of` is what a model made of it last."""
+        self.batch = {"samples": [], "of": None, "inputs": [0.0, 0], "outputs": [0.0, 0]}
 
     def live(self):
         """A sign of life for the process that waits for this one."""
@@ -100,12 +110,11 @@ class Watch(StepWatch):
         model.register_forward_hook(self._leaving)
 
     def _entering(self, model, args, kwargs):
-        if torch.is_grad_enabled():
-            self.now["samples"] += self.pending
+        training = torch.is_grad_enabled()
+        if training or not self.batch["of"]:
+            self.batch["of"] = "step" if training and model.training else "evaluation"
+        if training:
             self._add("inputs", [args, kwargs])
-        elif self.pending:
-            self.evaluation()["read"] += self.pending
-        self.pending = []
 
     def _leaving(self, model, args, output):
         if torch.is_grad_enabled():
@@ -115,14 +124,20 @@ class Watch(StepWatch):
         for tensor in tree_leaves(values):
             # A scalar, such as a loss, is a mean, which does not add up.
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
-                self.now[kind][0] += full(tensor.detach()).double().abs().sum().item()
-                self.now[kind][1] += tensor.numel()
+                self.batch[kind][0] += full(tensor.detach()).double().abs().sum().item()
+                self.batch[kind][1] += tensor.numel()
+
+    def _note_batch(self):
+        self.now["samples"] += self.batch["samples"]
+        for kind in ("inputs", "outputs"):
+            self.now[kind] = [a + b for a, b in zip(self.now[kind], self.batch[kind], strict=True)]
+        self.begin_batch()
 
     def evaluation(self):
-        """The one that comes after the steps so far: the samples read, and the rows gathered."""
+        """The one that comes after the steps so far: samples read, and what is made of them."""
         known = self.found["evaluations"]
         if not known or known[-1]["after"] != self.done:
-            known.append({"after": self.done, "read": [], "gathered": 0})
+            known.append({"after": self.done, "read": [], "gathered": 0, "collectives": 0})
         return known[-1]
 
     def zero(self):
@@ -171,8 +186,7 @@ class Watch(StepWatch):
 
     def end(self):
         """A step is over: end after the last one."""
-        if self.pending and not self.now["samples"]:  # of a model that accelerate did not prepare
-            self.now["samples"], self.pending = self.pending, []
+        self._note_batch()  # if the script called no Accelerator.backward
         self.found["steps"].append(self.now)
         self.found["last"] = self.numbers(self.weight_of)
         self.clear()
@@ -201,11 +215,14 @@ class Watch(StepWatch):
     def watch(self):
         """Patch the Accelerator, the loaders, and dropout."""
         super().watch()
-        for name in ("save_state", "load_state", "backward", "gather_for_metrics", "gather"):
+        for name in ("save_state", "load_state", "backward"):
             patch(Accelerator, name, getattr(self, f"_{name}"))
+        for name in ("gather_for_metrics", "gather", "reduce"):
+            patch(Accelerator, name, self._collect)
         for owner in (Accelerator, torch.nn.utils):
             patch(owner, "clip_grad_norm_", self._clip_grad_norm_)
-        patch(fetch._MapDatasetFetcher, "fetch", self._fetch)
+        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            patch(kind, "fetch", self._fetch)
         patch(DataLoader, "__init__", without_workers)
         for kind in (DataLoaderShard, DataLoaderDispatcher, DataLoader):
             patch(kind, "__iter__", self._batches)
@@ -223,20 +240,25 @@ class Watch(StepWatch):
         self.found["loaded"] = self.done == 0  # not the best weights, after training
 
     def _backward(self, backward, accelerator, loss, **options):
+        self._note_batch()
         self.now["losses"].append(loss.detach().double().mean().item())
         return backward(accelerator, loss, **options)
 
-    def _gather(self, gather, *args, **options):
+    def _collect(self, collect, accelerator, data, *args, **options):
         self.gathering += 1  # gather_for_metrics calls gather
-        found = gather(*args, **options)
+        found = collect(accelerator, data, *args, **options)
         self.gathering -= 1
-        rows = [len(x) for x in tree_leaves(found) if isinstance(x, torch.Tensor) and x.ndim]
-        evaluating = any(not model.training for model in self.models)
-        if evaluating and rows and not self.gathering:
-            self.evaluation()["gathered"] += rows[0]
+        if any(not model.training for model in self.models) and not self.gathering:
+            evaluation = self.evaluation()
+            evaluation["collectives"] += 1
+            rows = [
+                len(all_rows)
+                for own, all_rows in zip(tree_leaves(data), tree_leaves(found), strict=False)
+                if isinstance(own, torch.Tensor) and own.ndim
+            ]
+            if rows and collect.__name__ != "reduce":
+                evaluation["gathered"] += rows[0]
         return found
-
-    _gather_for_metrics = _gather
 
     def _clip_grad_norm_(self, clip, *args, **options):
         last = self.models and self.accelerator.sync_gradients
@@ -249,6 +271,7 @@ class Watch(StepWatch):
 
     def _fetch(self, take, fetcher, indices):
         numbers = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+        mapped = isinstance(fetcher, fetch._MapDatasetFetcher)
         before, collate, items = random_state(), fetcher.collate_fn, []
 
         def seen(data):
@@ -262,30 +285,32 @@ class Watch(StepWatch):
             fetcher.collate_fn = collate
         if before != random_state():
             self.now["draws"] = True
-        elif isinstance(items[0], list) and len(items[0]) == len(numbers):
+        if isinstance(items[0], list) and (before == random_state() or not mapped):
             # Two parts of a data set may give other samples the same index.
             numbers = [checksum(item) for item in items[0]]
-        self.fetched[id(fetcher.dataset)].append(numbers)
+        if self.fetched is not None:
+            self.fetched.append(numbers)
         return batch
 
     def _batches(self, iterate, loader):
         if self.iterating:  # one loader reads from another
             yield from iterate(loader)
             return
-        numbers = self.fetched[id(loader.dataset)]
-        numbers.clear()
-        source = iterate(loader)
+        source, numbers = iterate(loader), collections.deque()
         while True:
-            self.iterating += 1
+            self.iterating, self.fetched = self.iterating + 1, numbers
             try:
-                batch = next(source)
-            except StopIteration:
-                return
+                batch = next(source, None)
             finally:
-                self.iterating -= 1
+                self.iterating, self.fetched = self.iterating - 1, None
+            if self.batch["of"] == "evaluation":
+                self.evaluation()["read"] += self.batch["samples"]
+                self.begin_batch()
+            if batch is None:
+                return
             # With a dispatcher, rank 0 reads for all.
             known = numbers and not isinstance(loader, DataLoaderDispatcher)
-            self.pending += numbers.popleft() if known else checksums(batch)
+            self.batch["samples"] += numbers.popleft() if known else checksums(batch)
             self.dice = random_state()
             self.live()
             yield batch
@@ -302,10 +327,12 @@ def patch(owner, name, new):
     setattr(owner, name, patched)
 
 
-def without_workers(make, loader, *args, **options):
+def without_workers(make, *args, **options):
     """A loader whose samples this process reads itself."""
-    options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    make(loader, *args[:5], **options)
+    words = inspect.signature(make).bind(*args, **options)
+    words.arguments |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    words.arguments |= {"timeout": 0, "multiprocessing_context": None}
+    make(*words.args, **words.kwargs)
 
 
 def with_seeded_order(split, make, accelerator, *args, **options):
@@ -324,8 +351,8 @@ def switch_off_dropout():
     functional.alpha_dropout = functional.feature_alpha_dropout = functional.dropout
     torch.dropout = functional.dropout
 
-    def attend(own, query, key, value, attn_mask=None, dropout_p=0.0, **options):
-        return own(query, key, value, attn_mask, 0.0, **options)
+    def attend(own, query, key, value, attn_mask=None, dropout_p=0.0, *args, **options):
+        return own(query, key, value, attn_mask, 0.0, *args, **options)
 
     patch(functional, "scaled_dot_product_attention", attend)
 
@@ -398,6 +425,13 @@ def watch_script(folder, gpus, options, script):
     faulthandler.register(signal.SIGUSR2, place.open("w"))  # the tool asks where a rank hangs
     for reseed in (torch.seed, numpy.random.seed, random.seed):  # a fork has its parent's
         reseed()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: end with the tool
+    for name in list(sys.modules):  # the script may have modules of these names
+        if name.partition(".")[0] in ("common", "planning"):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    sys.path.insert(0, str(Path(script).resolve().parent))
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:

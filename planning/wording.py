@@ -8,9 +8,9 @@ SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "in
 SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "apart": "ranks apart"}
 
 
-def tell(found, ranks, norms, resumed=False):
+def tell(found, resumed=False):
     """Lines about the Differences of a run: a sentence for the first, and for those that do not
-    follow from it; the rest in one line. `norms` names the model's BatchNorm layers.
+    follow from it; the rest in one line.
     """
     lines, rest = [], []
     for difference in found:
@@ -22,7 +22,7 @@ def tell(found, ranks, norms, resumed=False):
         else:
             sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
             sentences |= {"grads": tell_grads, "apart": tell_apart}
-            sentence = sentences.get(kind, tell_sum)(difference, ranks, norms)
+            sentence = sentences.get(kind, tell_sum)(difference)
             lines.append(f"step {step}: {sentence}")
     return lines + [f"then {', '.join(rest)}"] * bool(rest)
 
@@ -44,7 +44,13 @@ def draws(d):
     return d.kind in EXPLAIN and d.one["draws"] and not {"samples", "weights"} & set(d.others)
 
 
-def tell_samples(d, ranks, _):
+def hidden(found):
+    """Whether they may explain all that was found."""
+    certain = {"samples", "rate", "apart"} & {difference.kind for difference in found}
+    return bool(found) and draws(found[0]) and not certain
+
+
+def tell_samples(d):
     sizes, of_one = [len(samples) for samples in d.many["each"]], d.one["samples"].total()
     sets = [set(samples) for samples in d.many["each"]]
     shared = len(set.intersection(*sets)) if len(sets) > 1 else 0
@@ -59,8 +65,6 @@ def tell_samples(d, ranks, _):
             "other seeds?"
         )
     seen = f"{sum(sizes)} samples on all ranks, {of_one} on one process"
-    if sum(sizes) == of_one * ranks and d.step == 1:
-        return f"{seen}: divide the batch (--batch_flag, or --split), or nothing can be compared"
     if sum(sizes) > of_one:
         return (
             f"{seen}: accelerate fills up an uneven last batch with samples that were read before; "
@@ -77,18 +81,18 @@ def tell_samples(d, ranks, _):
     )
 
 
-def tell_rate(d, ranks, _):
+def tell_rate(d):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
         return f"the ranks have other learning rates ({rates}): does each rank step its schedule?"
     here, now = d.one["rate"][0], d.many["rate"][0]
     before = d.steps[d.step - 2]["rate"][0]
     seen = f"learning rate {now:.6g} instead of {here:.6g}"
-    if d.step == 1 and relative(now, here * ranks) < 1e-6:
-        return f"{seen}, {ranks} times: is it multiplied by the number of processes?"
-    if d.step > 1 and here != before and relative(now - before, (here - before) * ranks) < 1e-3:
+    if d.step == 1 and relative(now, here * d.ranks) < 1e-6:
+        return f"{seen}, {d.ranks} times: is it multiplied by the number of processes?"
+    if d.step > 1 and here != before and relative(now - before, (here - before) * d.ranks) < 1e-3:
         return (
-            f"{seen}, {ranks} times the change: a prepared schedule steps once for each rank "
+            f"{seen}, {d.ranks} times the change: a prepared schedule steps once for each rank "
             "(split_batches is off), so its length counts such steps. Or is it stepped twice?"
         )
     return (
@@ -97,7 +101,7 @@ def tell_rate(d, ranks, _):
     )
 
 
-def tell_weights(d, _, __):
+def tell_weights(d):
     seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ before the update"
     seen += f" ({some(d.names)})"
     if d.step == 1:
@@ -110,7 +114,7 @@ def tell_weights(d, _, __):
     return f"{seen}, though all before was the same: what changes weights between two steps?"
 
 
-def tell_sum(d, ranks, norms):
+def tell_sum(d):
     what = {"inputs": "the model's inputs", "outputs": "the model's outputs", "loss": "the loss"}
     one, many = (step["loss"] if d.kind == "loss" else step[d.kind][0] for step in (d.one, d.many))
     if one is None or many is None:
@@ -121,17 +125,17 @@ def tell_sum(d, ranks, norms):
         return f"{seen}: random numbers are drawn in this step, others on each rank: {off}"
     if d.kind == "inputs":
         return f"{seen}, from the same samples: are they augmented, or padded?"
-    if d.kind == "outputs" and norms:
+    if d.kind == "outputs" and d.one["norms"]:
         return (
-            f"{seen}, from the same inputs: the model has BatchNorm ({norms[0]}), which takes its "
-            "mean over each rank's own samples; torch.nn.SyncBatchNorm takes that of all"
+            f"{seen}, from the same inputs: the model has BatchNorm ({d.one['norms'][0]}), which "
+            "takes its mean over each rank's own samples; torch.nn.SyncBatchNorm takes that of all"
         )
     if d.kind == "outputs":
         return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
     seen += f", {many / one if one else math.inf:.4g} times, with the same outputs"
-    if relative(many * ranks, one) < 1e-4:
+    if relative(many * d.ranks, one) < 1e-4:
         return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
-    if relative(many, one * ranks) < 1e-4:
+    if relative(many, one * d.ranks) < 1e-4:
         return f"{seen}: is a mean multiplied by the number of processes?"
     return (
         f"{seen}: is it a mean over what is not the same number on each rank (tokens, weights, a "
@@ -139,7 +143,7 @@ def tell_sum(d, ranks, norms):
     )
 
 
-def tell_grads(d, _, __):
+def tell_grads(d):
     one, many, names = d.one["grads"], d.many["grads"], d.names
     if none := [name for name in names if (one.get(name) is None) != (many.get(name) is None)]:
         return f"{some(none)}: there is no gradient on one side"
@@ -157,7 +161,7 @@ def tell_grads(d, _, __):
     )
 
 
-def tell_apart(d, _, __):
+def tell_apart(d):
     apart = d.many["apart"]
     if names := apart.get("weights"):
         return (

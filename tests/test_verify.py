@@ -56,6 +56,7 @@ QUICK += ["average_on_main", "unequal_4"]
 RIGHT = {"right": "ddp fsdp zero2 zero3", "right_accumulation": "ddp fsdp zero2 zero3"}
 RIGHT |= {"right_iterable": "ddp fsdp zero2 zero3", "right_trainer": "ddp fsdp zero2 zero3"}
 RIGHT |= {"right_two_optimizers": "ddp fsdp"}  # DeepSpeed trains one model.
+RIGHT |= {"right_habits": "ddp fsdp zero2"}
 
 
 def verify(tmp_path, *words, code=0):
@@ -221,8 +222,8 @@ def test_a_rank_that_fails_shows_its_traceback_and_draws_cannot_be_told(tmp_path
 @pytest.mark.slow
 def test_the_batch_has_to_be_divided(tmp_path):
     """Without it, the tool says so; --split divides one that is written into the script."""
-    result = verify(tmp_path, *yamls("ddp"), f"{ZOO}/right.py", code=1)
-    assert "32 samples on all ranks, 16 on one process: divide the batch" in result.out
+    result = verify(tmp_path, *yamls("ddp"), f"{ZOO}/right.py", code=2)
+    assert "32 samples in step 1 on all ranks, 16 on one process: divide the batch" in result.out
     verify(tmp_path, *yamls("ddp zero2"), "--split", f"{ZOO}/right.py")
 
 
