@@ -7,18 +7,18 @@
     python verify.py --resume="--resume" --kill_after 12 train_mnist_rnn.py \\
         --checkpointing_steps 10 --output_dir runs/v
 
-The unchanged script runs on one process, once more on one with first weights that differ by as much
-as rounding (the control), and under each YAML on several. The tool compares the samples, learning
-rates, losses, gradients and weights of each step, what is evaluated, and what is printed. A
-difference counts if it is 30 times the control's. The global batch has to be the same: see
+The unchanged script runs on one process, once more on one with first weights changed by a rounding
+error (the control), and under each YAML on several. The tool compares the samples, learning rates,
+losses, gradients and weights of each step, what is evaluated, and what is printed. A difference
+counts if it is 30 times the control's, and more than 2e-5. The global batch has to be the same: see
 --batch_flag and --split. Dropout is off, and the order of samples has a seed.
 
 With --resume each YAML is compared with itself instead: a run that nothing disturbs, and one that
-is killed and goes on. Dropout is on.
+is killed and resumed. Dropout is on, and a difference above 2e-5 counts.
 
-The runs have the folders OUTPUT_DIR/verify/..., if the script has --output_dir (default: runs), and
-verify.json is there, too. They use GPUs if there are as many as ranks, else CPU processes.
-Exit code: 0 the same, 1 something differs, 2 it could not tell.
+Results and verify.json go to OUTPUT_DIR/verify/ if you pass --output_dir to the script, else to
+runs/verify/. The runs use GPUs if there is one for each rank, else CPU processes.
+Exit code: 0 the same; 1 a run differs, fails or prints other numbers; else 2, it cannot tell.
 """
 
 import argparse
@@ -70,16 +70,20 @@ def parse_args():
     shown = f"a file, or a name in accelerate_configs/ (default: {' '.join(STRATEGIES)})"
     add("--yaml", action="append", metavar="YAML", help=f"a strategy: {shown}")
     add("--ranks", type=int, default=2, help="ranks of each strategy (default: %(default)s)")
-    add("--steps", type=int, default=60, help="training steps at most (default: %(default)s)")
-    shown = "the script's flag for the batch of a device, and the global batch; the ranks divide it"
+    add(
+        "--steps", type=int, default=60, help="compare at most so many steps (default: %(default)s)"
+    )
+    shown = (
+        "the script's flag for the batch of a device, and the global batch, which the ranks divide"
+    )
     add("--batch_flag", metavar="NAME=SIZE", default="", help=shown)
-    shown = "divide the batch that is written into the script, by Accelerate's split_batches"
+    shown = "the batch size is fixed in the script: let Accelerate divide it (split_batches)"
     add("--split", action="store_true", help=shown)
-    shown = "with these flags the script resumes: compare a run that is killed, and goes on"
+    shown = "the flags that make the script resume: compare a killed and resumed run"
     add("--resume", metavar="FLAGS", help=shown)
-    shown = "kill after N steps (default: two after the first checkpoint)"
+    shown = "kill after N steps and a checkpoint (default: two steps after the first one)"
     add("--kill_after", type=int, default=0, metavar="N", help=shown)
-    shown = "a run hangs if nothing goes on for so many seconds (default: %(default)s)"
+    shown = "a run counts as hung after so many seconds without progress (default: %(default)s)"
     add("--patience", type=int, default=45, metavar="SECONDS", help=shown)
     add("script", type=Path, metavar="SCRIPT", help="the script")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")

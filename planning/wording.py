@@ -5,7 +5,12 @@ import math
 from planning.comparing import EXPLAIN, relative
 
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
-SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "apart": "ranks apart"}
+SEEN |= {
+    "outputs": "outputs",
+    "loss": "loss",
+    "grads": "gradients",
+    "apart": "not the same on all ranks",
+}
 
 
 def tell(found, resumed=False):
@@ -62,7 +67,7 @@ def tell_samples(d):
     if shared:
         return (
             f"several ranks read the same {shared} of {sizes[0]} samples: do they shuffle with "
-            "other seeds?"
+            "different seeds?"
         )
     seen = f"{sum(sizes)} samples on all ranks, {of_one} on one process"
     if sum(sizes) > of_one:
@@ -76,28 +81,30 @@ def tell_samples(d):
         return f"the {of_one} samples are those of step {whose} of one process"
     others = of_one - (d.one["samples"] & d.many["samples"]).total()
     return (
-        f"{others} of {of_one} samples are others than on one process: is the loader prepared, is "
-        "the data divided before accelerate divides it, or do the ranks shuffle by other seeds?"
+        f"{others} of {of_one} samples differ from those on one process: is the loader prepared, "
+        "is the data divided twice, or do the ranks shuffle with different seeds?"
     )
 
 
 def tell_rate(d):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
-        return f"the ranks have other learning rates ({rates}): does each rank step its schedule?"
+        return (
+            f"the ranks have different learning rates ({rates}): does each rank step its schedule?"
+        )
     here, now = d.one["rate"][0], d.many["rate"][0]
     before = d.steps[d.step - 2]["rate"][0]
     seen = f"learning rate {now:.6g} instead of {here:.6g}"
     if d.step == 1 and relative(now, here * d.ranks) < 1e-6:
-        return f"{seen}, {d.ranks} times: is it multiplied by the number of processes?"
+        return f"{seen}, {d.ranks} times as large: is it multiplied by the number of processes?"
     if d.step > 1 and here != before and relative(now - before, (here - before) * d.ranks) < 1e-3:
         return (
-            f"{seen}, {d.ranks} times the change: a prepared schedule steps once for each rank "
-            "(split_batches is off), so its length counts such steps. Or is it stepped twice?"
+            f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
+            "(split_batches is off), so its length must be counted in those. Is it stepped twice?"
         )
     return (
-        f"{seen}: the schedule has another length. Is it prepared, and is its length that of the "
-        "loader before it was prepared?"
+        f"{seen}: the schedule has a different length. Is it prepared, and is its length that of "
+        "the loader before it was prepared?"
     )
 
 
@@ -111,24 +118,26 @@ def tell_weights(d):
             f"{seen}, and clip_grad_norm_ clipped nothing: under DeepSpeed only gradient_clipping "
             "in its JSON does"
         )
-    return f"{seen}, though all before was the same: what changes weights between two steps?"
+    return (
+        f"{seen}, though everything before was the same: what changes them, besides the optimizer?"
+    )
 
 
 def tell_sum(d):
     what = {"inputs": "the model's inputs", "outputs": "the model's outputs", "loss": "the loss"}
     one, many = (step["loss"] if d.kind == "loss" else step[d.kind][0] for step in (d.one, d.many))
     if one is None or many is None:
-        return f"{what[d.kind]}: {many} instead of {one}: is Accelerator.backward called on all?"
+        return f"{what[d.kind]}: {many} instead of {one}: do all ranks call Accelerator.backward?"
     seen = f"{what[d.kind]}: {many:.6g} instead of {one:.6g}"
     if draws(d):
         off = "switch that off (noise, augmentation) to compare"
-        return f"{seen}: random numbers are drawn in this step, others on each rank: {off}"
+        return f"{seen}: random numbers are drawn in this step, different ones on each rank: {off}"
     if d.kind == "inputs":
         return f"{seen}, from the same samples: are they augmented, or padded?"
     if d.kind == "outputs" and d.one["norms"]:
         return (
             f"{seen}, from the same inputs: the model has BatchNorm ({d.one['norms'][0]}), which "
-            "takes its mean over each rank's own samples; torch.nn.SyncBatchNorm takes that of all"
+            "normalizes over each rank's own samples; torch.nn.SyncBatchNorm uses those of all"
         )
     if d.kind == "outputs":
         return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
@@ -138,7 +147,7 @@ def tell_sum(d):
     if relative(many, one * d.ranks) < 1e-4:
         return f"{seen}: is a mean multiplied by the number of processes?"
     return (
-        f"{seen}: is it a mean over what is not the same number on each rank (tokens, weights, a "
+        f"{seen}: is it a mean over a count that differs between ranks (tokens, weights, a "
         "mask), or does it compare the samples of a batch?"
     )
 
@@ -151,8 +160,8 @@ def tell_grads(d):
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
     if all(relative(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
         return (
-            f"{seen} are {ratios[0]:.4g} times: is a sum over ranks or micro-batches taken where a "
-            "mean is meant, or the loss divided once too often?"
+            f"{seen} are {ratios[0]:.4g} times as large: is a sum over ranks or micro-batches "
+            "taken where a mean is meant, or the loss divided once too often?"
         )
     norms = f"{many[names[-1]][0]:.4g} instead of {one[names[-1]][0]:.4g}"
     return (
@@ -166,7 +175,7 @@ def tell_apart(d):
     if names := apart.get("weights"):
         return (
             f"{len(names)} weights are not the same on all ranks ({some(names)}): does one rank "
-            "alone change them, or start with others?"
+            "alone change them, or start with different ones?"
         )
     return (
         f"{len(apart['grads'])} gradients are not the same on all ranks ({some(apart['grads'])}): "
@@ -176,7 +185,7 @@ def tell_apart(d):
 
 def tell_resumed(d):
     """The same of a run that goes on, beside one that nothing disturbed."""
-    dice = "does the checkpoint hold the random states, and is nothing drawn or seeded after it?"
+    dice = "does the checkpoint hold the random states, and is nothing drawn after loading it?"
     if d.kind == "samples":
         whose = same_step(d, "samples")
         whose = f"those of step {whose}" if whose else "those of no step"
@@ -187,19 +196,19 @@ def tell_resumed(d):
         held = "does the checkpoint hold the schedule (was it prepared, or registered)?"
         return f"learning rate {now:.6g} instead of {here:.6g}: {held}"
     if d.kind == "weights":
-        seen = f"{len(d.names)} of {len(d.one['weights'])} weights are others ({some(d.names)})"
+        seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ ({some(d.names)})"
         return f"{seen}: does the checkpoint hold them, and the optimizer's states?"
     if d.kind == "inputs":
-        return f"the same samples with other numbers: {dice}"
+        return f"the same samples, but different numbers: {dice}"
     if d.kind == "outputs":
-        return f"the same inputs, other outputs (dropout, a buffer): {dice}"
+        return f"the same inputs, but different outputs (dropout, a buffer): {dice}"
     return f"{SEEN[d.kind]} differ: {dice}"
 
 
 def note_seeds(names):
     """A remark about first weights that the ranks make otherwise, or none."""
     seed = "FSDP keeps these, DDP and ZeRO take those of rank 0: set one seed"
-    return [f"note: the ranks make other first weights ({some(names)}). {seed}"] * bool(names)
+    return [f"note: the ranks make different first weights ({some(names)}). {seed}"] * bool(names)
 
 
 def tell_evaluation(step, what, one, many):
@@ -209,7 +218,7 @@ def tell_evaluation(step, what, one, many):
         "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: is the metric "
         "that of its own part?",
         "rows": f"{many} rows gathered instead of {one}: gather_for_metrics drops what fills up "
-        "the last batch, if the loader is prepared. Or does the script? A mean of the ranks' means "
-        "is not the mean",
+        "the last batch, if the loader is prepared (or does the script drop it?). A mean of the "
+        "ranks' means is not the overall mean",
     }[what]
     return f"evaluation after step {step}: {sentence}"

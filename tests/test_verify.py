@@ -23,19 +23,19 @@ OURS = ["--batch_flag", "per_device_train_batch_size=16"]
 # The first line that the tool prints of each mistake, or a part of it, and the YAML that shows it.
 MISTAKES = {
     "loader_not_prepared": "step 1: all ranks read the same 8 samples: was the loader given to",
-    "unequal_1": "step 1: 14 of 16 samples are others than on one process",
-    "shuffled_by_rank": "step 1: 8 of 16 samples are others than on one process: is the loader",
-    "unequal_2": "step 2: learning rate 0.00925 instead of 0.009625, 2 times the change",
+    "unequal_1": "step 1: 14 of 16 samples differ from those on one process",
+    "shuffled_by_rank": "step 1: 8 of 16 samples differ from those on one process: is the loader",
+    "unequal_2": "step 2: learning rate 0.00925 instead of 0.009625, it changes 2 times as fast",
     "schedule_not_prepared": "step 2: learning rate 0.0098125 instead of 0.009625: the schedule",
-    "rate_times_ranks": "step 1: learning rate 0.02 instead of 0.01, 2 times: is it multiplied",
+    "rate_times_ranks": "step 1: learning rate 0.02 instead of 0.01, 2 times as large: is it",
     "seed_by_rank fsdp": "(2.bias, 2.weight, 0.bias and 1 more): set the seed on all ranks",
     "loss_sum": "0.5 times, with the same outputs: a sum over samples?",
-    "unequal_3": "with the same outputs: is it a mean over what is not the same number",
+    "unequal_3": "with the same outputs: is it a mean over a count that differs between",
     "loss_of_pairs": "or does it compare the samples of a batch?",
-    "batchnorm": "from the same inputs: the model has BatchNorm (1), which takes its mean",
+    "batchnorm": "from the same inputs: the model has BatchNorm (1), which normalizes over",
     "unwrapped": "step 1: 4 gradients are not the same on all ranks (2.bias, 2.weight, 0.bias",
     "reduced_twice": "step 1: gradients of 4 of 4 tensors (2.bias, 2.weight, 0.bias and 1 more) "
-    "are 2 times: is a sum over ranks",
+    "are 2 times as large: is a sum over ranks",
     "clipped_by_torch zero2": "clip_grad_norm_ clipped nothing: under DeepSpeed only",
     "average_on_main": "step 2: 4 weights are not the same on all ranks",
     "unequal_4": "evaluation after step 24: 80 rows gathered instead of 75",
@@ -47,9 +47,9 @@ MISTAKES = {
 RESUMES = {
     "skips_nothing": "step 8: the samples are those of step 1 of the undisturbed run",
     "without_schedule": "step 9: learning rate 0.00901094 instead of 0.009: does the checkpoint",
-    "without_optimizer": "weights are others (2.bias, 2.weight, 0.bias and 1 more): does the",
-    "draws_again": "step 8: the same inputs, other outputs (dropout, a buffer): does the",
-    "seeds_again": "step 8: the same inputs, other outputs (dropout, a buffer): does the",
+    "without_optimizer": "weights differ (2.bias, 2.weight, 0.bias and 1 more): does the",
+    "draws_again": "step 8: the same inputs, but different outputs (dropout, a buffer): does the",
+    "seeds_again": "step 8: the same inputs, but different outputs (dropout, a buffer): does the",
 }
 QUICK = ["loader_not_prepared", "unequal_2", "unequal_3", "batchnorm"]
 QUICK += ["average_on_main", "unequal_4"]
@@ -134,7 +134,7 @@ def test_the_page_of_results_names_every_mistake():
 def test_what_is_harmless_elsewhere_is_the_same_there(tmp_path):
     """DDP gives all ranks the weights of rank 0, and torch clips what DDP and FSDP reduced."""
     result = verify(tmp_path, *yamls("ddp"), *BATCH, f"{ZOO}/seed_by_rank.py")
-    assert "note: the ranks make other first weights (2.bias, 2.weight" in result.out
+    assert "note: the ranks make different first weights (2.bias, 2.weight" in result.out
     verify(tmp_path, *yamls("ddp fsdp"), *BATCH, f"{ZOO}/clipped_by_torch.py")
 
 
