@@ -8,7 +8,9 @@ import json
 import re
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from conftest import BASELINE, ROOT, RUNGS, STRATEGIES, run_forked
 from test_bert import TINY
@@ -235,3 +237,19 @@ def test_a_launch_by_hand_says_the_same(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if line.endswith(": the same")]
     assert len(columns(tmp_path / "runs" / "verify")) == 4
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_tool(tmp_path):
+    """Also if it is killed, while they wait for each other."""
+    words = [sys.executable, ROOT / "verify.py", *yamls("ddp"), *BATCH]
+    words += ["--patience", "100", ZOO / "gathered_on_main.py"]
+    folder = tmp_path / "runs" / "verify" / "ddp"
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as tool:
+        for _ in range(600):
+            if len(list(folder.glob("*.alive"))) == 2:
+                break
+            time.sleep(0.1)
+        ranks = psutil.Process(tool.pid).children()
+        tool.kill()
+    assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=20)[1]
