@@ -79,6 +79,14 @@ def become(environment, folder, argv, out, err, run=None):
         runpy.run_path(argv[0], run_name="__main__")
 
 
+def become_together(gate, *what):
+    """Be a rank when all are forked. The store's thread, which greets the first rank, may hold a
+    lock of the C library, and a fork of this moment would wait for it for ever.
+    """
+    gate.wait()
+    become(*what)
+
+
 def run_ranks(words, argv, folder, target, patience, gpus):
     """Run the script `argv[0]` as `accelerate launch WORDS ARGV` would, in ranks that call
     `target(argv[0])`. What they print goes to N.out and N.err in `folder`; they touch N.alive when
@@ -88,13 +96,14 @@ def run_ranks(words, argv, folder, target, patience, gpus):
     number, env = what_the_launcher_starts([*words, *argv], dict(os.environ))
     worlds, _store = make_worlds(number)
     context = multiprocessing.get_context("spawn" if gpus else "fork")
-    ranks = []
+    ranks, gate = [], context.Event()
     try:
         for rank, world in enumerate(worlds):
             ends = folder / f"{rank}.out", folder / f"{rank}.err"
-            what = (env | world, os.getcwd(), argv, *ends, target)
-            ranks.append(context.Process(target=become, args=what))
+            what = (gate, env | world, os.getcwd(), argv, *ends, target)
+            ranks.append(context.Process(target=become_together, args=what))
             ranks[-1].start()
+        gate.set()
         hung = wait_for(ranks, folder, patience, gpus)
         for rank in hung:
             os.kill(ranks[rank].pid, signal.SIGUSR2)
