@@ -7,8 +7,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-TIMES = 30  # A difference counts if it is so many times what rounding does to the control,
-LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10}  # and as large as this, by precision.
+# A difference counts if it is 30 times as large as that of the control, and larger than LEAST.
+TIMES = 30
+LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10}  # by precision
 # In this order one causes the next. Inputs, outputs and the loss explain other gradients; alone
 # they do no harm. "apart" is what the ranks do not share, though they have to.
 KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "apart"]
@@ -110,17 +111,17 @@ def distances(a, b):
 
 def limits_of(base, control, precision):
     """For each step of `base`, {(kind, tensor): how large a distance may be}: TIMES the largest of
-    the control so far, or LEAST. Rounding to bf16 is so rough that all tensors of a kind count.
+    the control so far, or LEAST, as for what is not in it. Rounding to bf16 is so rough that all
+    tensors of a kind count.
     """
-    found, largest = [], Counter()
+    found, largest, least = [], Counter(), least_of(precision)
     for k, step in enumerate(base):
         here = distances(step, control[k]) if k < len(control) else {}
         if precision != "no":
             of_kind = {kind: max(here[key] for key in here if key[0] == kind) for kind, _ in here}
             here = {key: of_kind[key[0]] for key in here}
         largest |= Counter(here)  # the larger of both
-        least = least_of(precision)
-        found.append({key: max(least, TIMES * largest[key]) for key in distances(step, step)})
+        found.append({key: max(least, TIMES * value) for key, value in largest.items()})
     return found
 
 
@@ -129,9 +130,9 @@ def least_of(precision):
     return LEAST.get(precision, LEAST["bf16"])
 
 
-def differences(a, b, most, least):
+def differences(a, b, distance, most, least):
     """{kind: its tensors that differ} of a step, in the order of causes."""
-    far_off = [key for key, value in distances(a, b).items() if value > most.get(key, least)]
+    far_off = [key for key, value in distance.items() if value > most.get(key, least)]
     rates = [pair for rate in b["rates"] for pair in zip(a["rate"], rate, strict=False)]
     here = {kind: [name for k, name in far_off if k == kind] for kind, _ in far_off}
     here |= {"samples": []} if a["samples"] != b["samples"] else {}
@@ -147,9 +148,10 @@ def compare(one, many, limits, least, skipped=0):
     """
     found, first, worst = {}, {}, Counter()
     for k, (a, b, most) in enumerate(zip(one[skipped:], many, limits, strict=False), skipped):
-        for (kind, _), value in distances(a, b).items():
+        distance = distances(a, b)
+        for (kind, _), value in distance.items():
             worst[kind] = max(worst[kind], value)
-        here = differences(a, b, most, least)
+        here = differences(a, b, distance, most, least)
         if k == skipped:
             worst["first"] = worst["weights"]
             first |= {"first": k + 1} if "weights" in here else {}
@@ -190,14 +192,16 @@ def check_repeats(base, control):
 
 def check_batch(one, many):
     """Raises CannotTellError if the ranks read, together, as many batches as there are ranks."""
-    if one and many and len(many[0]["each"]) > 1:
-        alone, together = one[0]["samples"].total(), many[0]["samples"].total()
-        if together == alone * len(many[0]["each"]) and alone:
-            if len(set(map(tuple, many[0]["each"]))) > 1:  # not the same batch on all ranks
-                raise CannotTellError(
-                    f"{together} samples in step 1 on all ranks, {alone} on one process: divide "
-                    "the batch by --batch_flag or --split"
-                )
+    if not one or not many:
+        return
+    each = many[0]["each"]
+    alone, together = one[0]["samples"].total(), many[0]["samples"].total()
+    same_batch = len(set(map(tuple, each))) == 1  # on all ranks: that is a difference
+    if alone and together == alone * len(each) and not same_batch:
+        raise CannotTellError(
+            f"{together} samples in step 1 on all ranks, {alone} on one process: divide the batch "
+            "by --batch_flag or --split"
+        )
 
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -227,7 +231,8 @@ def compare_printed(base, control, many, batch):
     one, again, other = (printed_numbers(ranks[0]) for ranks in (base, control, many))
     compared = 0
     for text, lines in one.items():
-        for mine, twin, theirs in zip(lines, again.get(text, []), other.get(text, [])):  # noqa: B905
+        same_lines = lines, again.get(text, []), other.get(text, [])
+        for mine, twin, theirs in zip(*same_lines, strict=False):
             for a, b, c in zip(mine[1], twin[1], theirs[1], strict=True):
                 if relative(a, b) > 1e-4 or (a, c) in meant:
                     continue

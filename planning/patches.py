@@ -34,6 +34,17 @@ def connect_counting_groups(ranks, tally):
     dist.init_process_group = distributed_c10d.init_process_group = init_process_group
 
 
+def patch(owner, name, new):
+    """From now on `owner.name(...)` is `new(the old one, ...)`."""
+    old = getattr(owner, name)
+
+    @functools.wraps(old)
+    def patched(*args, **options):
+        return new(old, *args, **options)
+
+    setattr(owner, name, patched)
+
+
 class StepWatch:
     """Tells when a script is in a training step. A subclass says what happens then.
 
@@ -62,10 +73,9 @@ class StepWatch:
 
     def watch(self):
         """Watch all that `Accelerator.prepare` returns from now on."""
-        watch, prepare = self, Accelerator.prepare
+        watch = self
 
-        @functools.wraps(prepare)
-        def prepared(accelerator, *parts, **options):
+        def prepared(prepare, accelerator, *parts, **options):
             for part in parts:
                 if isinstance(part, torch.nn.Module):
                     watch.preparing(accelerator, part)
@@ -79,16 +89,14 @@ class StepWatch:
                 watch._follow(accelerator, models[0] if models else None, optimizer)
             return found
 
-        Accelerator.prepare = prepared
-        load_state = Accelerator.load_state
-
-        @functools.wraps(load_state)
-        def load(*args, **options):
+        def loaded(load_state, *args, **options):
             watch.loading = True
-            load_state(*args, **options)
+            result = load_state(*args, **options)
             watch.loading = False
+            return result
 
-        Accelerator.load_state = load
+        patch(Accelerator, "prepare", prepared)
+        patch(Accelerator, "load_state", loaded)
 
     def _forward(self, *_):
         if torch.is_grad_enabled() and not self.in_step:

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
-from planning.patches import StepWatch
+from planning.patches import StepWatch, patch
 
 # By how much rounding changes a weight, by precision: the control's first weights differ so much.
 MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12}
@@ -188,6 +188,7 @@ class Watch(StepWatch):
         """A step is over: end after the last one."""
         self._note_batch()  # if the script called no Accelerator.backward
         self.found["steps"].append(self.now)
+        # After each step: the script does not say which is its last, and may disconnect then.
         self.found["last"] = self.numbers(self.weight_of)
         self.clear()
         saved = self.found["saved_at"]
@@ -236,8 +237,9 @@ class Watch(StepWatch):
         return result
 
     def _load_state(self, load, *args, **options):
-        load(*args, **options)
+        result = load(*args, **options)
         self.found["loaded"] = self.done == 0  # not the best weights, after training
+        return result
 
     def _backward(self, backward, accelerator, loss, **options):
         self._note_batch()
@@ -314,17 +316,6 @@ class Watch(StepWatch):
             self.dice = random_state()
             self.live()
             yield batch
-
-
-def patch(owner, name, new):
-    """From now on `owner.name(...)` is `new(the old one, ...)`."""
-    old = getattr(owner, name)
-
-    @functools.wraps(old)
-    def patched(*args, **options):
-        return new(old, *args, **options)
-
-    setattr(owner, name, patched)
 
 
 def without_workers(make, *args, **options):
@@ -430,8 +421,7 @@ def watch_script(folder, gpus, options, script):
     for name in list(sys.modules):  # the script may have modules of these names
         if name.partition(".")[0] in ("common", "planning"):
             del sys.modules[name]
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path[1:] = [path for path in sys.path[1:] if Path(path).resolve() != ROOT]
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:

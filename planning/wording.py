@@ -5,12 +5,8 @@ import math
 from planning.comparing import EXPLAIN, relative
 
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
-SEEN |= {
-    "outputs": "outputs",
-    "loss": "loss",
-    "grads": "gradients",
-    "apart": "not the same on all ranks",
-}
+SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients"}
+SEEN |= {"apart": "not the same on all ranks"}
 
 
 def tell(found, resumed=False):
@@ -18,6 +14,8 @@ def tell(found, resumed=False):
     follow from it; the rest in one line.
     """
     lines, rest = [], []
+    sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
+    sentences |= {"grads": tell_grads, "apart": tell_apart}
     for difference in found:
         kind, step = difference.kind, difference.step
         if lines and kind not in ("samples", "rate"):
@@ -25,8 +23,6 @@ def tell(found, resumed=False):
         elif resumed:
             lines.append(f"step {step}: {tell_resumed(difference)}")
         else:
-            sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
-            sentences |= {"grads": tell_grads, "apart": tell_apart}
             sentence = sentences.get(kind, tell_sum)(difference)
             lines.append(f"step {step}: {sentence}")
     return lines + [f"then {', '.join(rest)}"] * bool(rest)
