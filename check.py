@@ -1,4 +1,4 @@
-"""Is the cluster fit? Hosts, devices, and how fast ranks talk: over NCCL or, without GPUs, gloo.
+"""Is the cluster ready? Hosts, devices, and how fast ranks talk: over NCCL or, without GPUs, gloo.
 
     sbatch sbatch/check.sh                                            # two nodes of a cluster
     accelerate launch --config_file accelerate_configs/ddp.yaml check.py    # one machine
@@ -15,19 +15,24 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from common.facts import sent_share
+from common.printing import OneLineParser, stop
+
+# isort: split
 import numpy
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from common.facts import bus_share
-from common.printing import OneLineParser, stop
-
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
 REPEATS, SECONDS = 20, 0.25  # each size is measured so often, or, if that takes longer, so long
 TOO_SLOW = 1.0  # seconds: a collective that takes longer is not measured with more bytes
+FEWEST = 3  # points of a line: there is always one through two
+# A message that takes so many times as long as one 100 times as large was disturbed. Without any
+# disturbance, small messages take equally long, or nearly so.
+DISTURBED = 1.5
 
 # Each takes a whole tensor, a part of it for each rank, and the rank that sends or receives alone.
 COLLECTIVES = {
@@ -59,24 +64,25 @@ def make_work(device):
     return lambda: work(times)
 
 
-def mean_cycle(state, work, repeats, collective=None):
-    """Seconds of some work and a collective after it: the slowest rank's, the mean of repeats."""
-    state.wait_for_everyone()
+def time_in_turns(state, functions, repeats):
+    """Seconds of each function, one after the other: the slowest rank's, a row for each repeat. A
+    function takes the root of its broadcast or reduce, which changes from repeat to repeat.
+    """
     times = []
     for repeat in range(repeats):
-        start = time.perf_counter()
-        work()
-        if collective:
-            collective(repeat % state.num_processes)
-        times.append(time.perf_counter() - start)
+        for function in functions:
+            state.wait_for_everyone()
+            start = time.perf_counter()
+            function(repeat % state.num_processes)
+            times.append(time.perf_counter() - start)
     times = torch.tensor(times, device=state.device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.mean().item()
+    return times.view(repeats, len(functions))
 
 
 def measure(state, name, size, work):
     """(bytes, seconds) of one collective of about `size` bytes of fp32: what it adds to the work
-    before it. The root of a broadcast or reduce changes from one to the next.
+    before it, the median of the repeats.
     """
     ranks = state.num_processes
     part = torch.zeros(max(1, size // 4 // ranks), device=state.device)
@@ -87,12 +93,16 @@ def measure(state, name, size, work):
         if state.device.type == "cuda":
             torch.cuda.synchronize()
 
-    first = mean_cycle(state, work, 3, once)
+    def after_work(root):
+        work()
+        once(root)
+
+    functions = [lambda root: work(), after_work, once]
+    first = time_in_turns(state, functions, 3).sum(1).median().item()
     repeats = min(REPEATS, max(5, int(SECONDS / first)))
-    alone = mean_cycle(state, work, repeats)
-    added = mean_cycle(state, work, repeats, once) - alone
-    # The difference of two means is noisy. A call right after another one never takes longer.
-    return whole.numel() * 4, max(added, mean_cycle(state, lambda: None, repeats, once))
+    alone, both, call = time_in_turns(state, functions, repeats).unbind(1)
+    # The difference is noisy. A call without work before it never takes longer.
+    return whole.numel() * 4, max((both - alone).median().item(), call.median().item())
 
 
 def fit_line(points):
@@ -114,8 +124,42 @@ def fit_line(points):
     }
 
 
+def line_of(name, times, ranks):
+    """What check.json says of a collective with these times, [bytes, seconds]: its line; and the
+    sizes that the line leaves out, as a message 100 times as large took clearly less time. What is
+    not known is None.
+    """
+    disturbed = [
+        size
+        for size, seconds in times
+        if any(other >= 100 * size and DISTURBED * less < seconds for other, less in times)
+    ]
+    share = sent_share(name, ranks)
+    if name in ("broadcast", "reduce"):
+        # A call takes as long as its busiest rank, which sends the whole tensor. NCCL's tests count
+        # so, too: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        share = 1
+    points = [(size * share, seconds) for size, seconds in times if size not in disturbed]
+    names = ("latency_seconds", "bandwidth_bytes_per_second", "residual")
+    line = fit_line(points) if len(points) >= FEWEST else dict.fromkeys(names)
+    return line | {"disturbed": disturbed, "times": times}
+
+
+def words_of(line):
+    """What is printed of it."""
+    if line["residual"] is None:
+        words = "too few times for a line"
+    else:
+        words = (
+            f"{line['latency_seconds'] * 1e6:6,.0f} µs + bytes / "
+            f"{line['bandwidth_bytes_per_second'] / 1e9:.3f} GB/s, errors {line['residual']:.0%}"
+        )
+    sizes = ", ".join(f"{size:,}" for size in line["disturbed"])
+    return words + (f", disturbed: repeat it (bytes: {sizes})" if sizes else "")
+
+
 def measure_all(state, say):
-    """{collective: its line, and its times as [bytes, seconds]}."""
+    """{collective: what `line_of` says}."""
     found, too_slow = {name: [] for name in COLLECTIVES}, set()
     work = make_work(state.device)
     say(
@@ -135,13 +179,20 @@ def measure_all(state, say):
                 too_slow.add(name)
         say(line)
     say("as a line, latency + bytes on the bus / bandwidth:")
-    for name, times in found.items():
-        carried = bus_share(name, state.num_processes)
-        line = fit_line([(size * carried, seconds) for size, seconds in times])
-        found[name] = line | {"times": times}
+    found = {name: line_of(name, times, state.num_processes) for name, times in found.items()}
+    for name, line in found.items():
+        say(f"{name:>15}: {words_of(line)}")
+    twice, once = (sent_share(name, state.num_processes) for name in ("all_reduce", "all_gather"))
+    say(
+        "Bytes on the bus are those that the busiest rank sends: here the tensor's bytes times\n"
+        f"{twice:.2f} for an all-reduce, {once:.2f} for an all-gather or reduce-scatter, and 1 for "
+        "a broadcast or\nreduce. Errors say how far the times are from the line, as a root mean "
+        "square."
+    )
+    if any(line["disturbed"] for line in found.values()):
         say(
-            f"{name:>15}: {line['latency_seconds'] * 1e6:6,.0f} µs + bytes / "
-            f"{line['bandwidth_bytes_per_second'] / 1e9:.3f} GB/s, errors {line['residual']:.0%}"
+            f"Disturbed messages took over {DISTURBED:g} times as long as one 100 times as large: "
+            "something else kept\nthe ranks or the link busy. The line leaves them out."
         )
     return found
 
@@ -205,7 +256,7 @@ def main():
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "check.json").write_text(json.dumps(record, indent=1) + "\n")
-        say(f"fit: {record['nodes']} node(s), {world} process(es); record: {folder}/check.json")
+        say(f"ready: {record['nodes']} node(s), {world} process(es); record: {folder}/check.json")
     state.destroy_process_group()
 
 

@@ -4,8 +4,8 @@
     python dry_run.py --nodes 64 512 accelerate_configs/hsdp.yaml train_bert_squad.py
 
 The real script trains three steps as rank 0 of N, on the CPU. The libraries make their collectives,
-which are counted and not sent. The tool prints those of a step, and what the rank holds, and writes
-both as OUTPUT_DIR/dry_run.json. It saves no model, and the losses of such a run mean nothing.
+which are counted and not sent. The tool prints those of a step, and what the rank holds before the
+update, and writes both as OUTPUT_DIR/dry_run.json. It saves no model, and the losses mean nothing.
 Options of `accelerate launch`, such as --mixed_precision bf16, stand between the YAML and SCRIPT.
 """
 
@@ -19,12 +19,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common.printing import OneLineParser, markdown_table, stop
+
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Before torch comes: the CPU plays a device.
 os.environ["DS_ACCELERATOR"] = "cpu"
+# Or torch's profiler complains of a GPU that is not there, and of tensors that were there before.
+os.environ |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-from common.printing import OneLineParser, markdown_table, stop  # noqa: E402
+from torch.autograd.profiler import profile, record_function  # noqa: E402
+
 from planning import patches  # noqa: E402
-from planning.counting import Tally, count_held, peak_memory, resident_memory  # noqa: E402
+from planning.counting import UPDATE, Tally, count_held, most_allocated  # noqa: E402
 from planning.launching import LaunchError, environment_of, read_launch  # noqa: E402
 
 # The first step sets up, in the second DDP arranges its buckets, and the third is counted.
@@ -56,35 +61,44 @@ class Counted(BaseException):
 
 
 class DryRun(patches.StepWatch):
-    """Counts the last of STEPS steps: its collectives, and what this rank holds in it."""
+    """Counts the last of STEPS steps: its collectives, and what this rank holds in it.
+
+    The peak of the step is what the rank holds before the update, and by how much torch's allocator
+    had more at its fullest moment. So neither code of libraries nor the data set is a part of it.
+    """
 
     def __init__(self, tally):
         super().__init__()
         self.tally = tally
         self.between = []  # collectives of the script between steps
+        self.profiler = self.peak = None
 
     def preparing(self, accelerator, model):
-        """Note the model's size, and what the process holds besides it."""
+        """Note the model's size."""
         self.accelerator = accelerator
         weights = list(model.parameters())
         self.parameters = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
-        # ZeRO-3 has divided them already.
-        shards = [getattr(weight, "ds_tensor", weight) for weight in weights]
-        self.before = resident_memory() - sum(shard.nbytes for shard in shards)
 
     def begin(self):
         if self.done:
             self.between += self.tally.rows()
         self.tally.clear()
-        peak_memory()  # forgets the peak until here
+        if self.done == STEPS - 1:
+            with contextlib.suppress(RuntimeError):  # The script may profile itself.
+                self.profiler = profile(profile_memory=True).__enter__()
 
     def before_update(self, model, optimizer):
         self.held = count_held(model, optimizer)
+        with record_function(UPDATE):
+            pass
 
     def end(self):
         if self.done == STEPS:
             self.collectives = self.tally.rows()
-            self.peak = peak_memory() - self.before
+            if self.profiler:
+                self.profiler.__exit__(None, None, None)
+                events = self.profiler.kineto_results.events()
+                self.peak = sum(self.held.values()) + most_allocated(events)
             raise Counted
         self.tally.clear()
 
@@ -145,7 +159,7 @@ HELD = {
     "gradients": "gradients, reduced",
     "states": "optimizer states",
     "master_copy": "DeepSpeed's copy of the parameters",
-    "peak": "all at the peak of the step, activations too",
+    "peak": "all these and activations, at the step's peak",
 }
 
 
@@ -166,7 +180,9 @@ def lines_of(found):
         f"{sum(row['calls'] for row in between)} calls\n"
         f"of {sum(row['bytes'] for row in between):,} bytes in all.\n"
     )
-    held = found["held_bytes"] | {"peak": found["peak_bytes"]}
+    held = found["held_bytes"]
+    if found["peak_bytes"] is not None:
+        held = held | {"peak": found["peak_bytes"]}
     rows = [[HELD[name], f"{size / 1e6:,.3f}"] for name, size in held.items()]
     yield markdown_table([["the rank holds", "MB"], *rows], "right")
 

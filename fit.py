@@ -10,9 +10,11 @@ print one row for every YAML in accelerate_configs/: what lies on each device in
 train_bert_squad.py, what lies on the host, and the largest micro-batch that fits. The formulas
 are in planning/memory.py. tests/test_fit.py counts what they say, on a CPU.
 
-Left out: the CUDA context and the libraries' workspaces (about 1 GB), what the allocator rounds up,
-what attention keeps for itself, and what DP needs to add up gradients. The step is one without
-accumulation, which keeps whole gradients besides. docs/lab/12-ladder.md has counted totals.
+Left out: the CUDA context and the libraries' workspaces (about 1 GB: what leaves less is "tight"),
+what the allocator rounds up, what attention keeps for itself, and what DP needs to add up
+gradients. The step is one without accumulation, which keeps whole gradients besides. Under
+ZeRO-1 and 2 gradients are those of rank 0 before the update, when it keeps whole tensors.
+docs/lab/12-ladder.md has counted totals.
 """
 
 import json
@@ -33,6 +35,7 @@ from planning.memory import (
     next_rungs,
 )
 
+CUDA = 1e9  # bytes: its context, and the libraries' workspaces
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
     "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True)),
@@ -107,6 +110,9 @@ def explain_run(run):
     if peak:
         yield f"MB that rank {rank['rank']} held at its peak:\n"
     else:
+        if run.get("resumed_from"):
+            yield "A run measures its peak before its first evaluation, and --resume forgets it. To"
+            yield "measure it, start a short run: a new --output_dir, and --max_train_steps 10.\n"
         yield f"The run wrote down no peak. MB that a step on rank {rank['rank']} needs at most:\n"
     for name, size in (parts | {"total": sum(parts.values())}).items():
         yield f"{name.replace('states', 'optimizer states'):24} {size / 1e6:>9,.0f}"
@@ -122,7 +128,7 @@ def explain_run(run):
     if not rungs:
         smaller = "model" if work.get("layers") else "batch or model"
         yield f"a smaller {smaller}, or a device with more memory"
-    if not peak:
+    if run["status"] in ("failed", "running"):  # A killed run stays "running".
         yield "\nIf the run died in an evaluation: a smaller --per_device_eval_batch_size."
 
 
@@ -175,7 +181,7 @@ def parse_args():
 def make_rows(args):
     """The table's rows, as text: the names of the columns, then one row for each YAML."""
     parts = ["parameters", "gradients", "states", "buffers", "activations", "total", "host"]
-    yield ["MB", "params", "grads", *parts[2:], "fits", "batch", "with AC"]
+    yield ["MB", "params", "grads", *parts[2:], "fits", "batch without AC", "batch with AC"]
     for strategy, known in STRATEGIES.items():
         if known.family == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
             yield [strategy, *[""] * len(parts), "-", "-", "-"]
@@ -190,6 +196,7 @@ def make_rows(args):
             args.activation_checkpointing,
             args.dropout > 0,
         )
+        left = args.memory - held["total"]
         batches = [
             largest_batch(args.memory, strategy, args.sizes, *rest, checkpointing, args.dropout > 0)
             for checkpointing in (False, True)
@@ -197,7 +204,7 @@ def make_rows(args):
         yield [
             strategy,
             *(f"{math.ceil(held[name] / 1e6):,}" for name in parts),
-            "yes" if held["total"] <= args.memory else "no",
+            "no" if left < 0 else "tight" if left < CUDA else "yes",
             *map(str, batches),
         ]
 
@@ -222,9 +229,10 @@ def main():
         "\nMB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each part "
         "is at its\nlargest. total: the peak of a step. The backward pass frees activations "
         "while it makes gradients,\nso the total is less than the sum of the parts. DDP and "
-        "ZeRO-3 hold all gradients from the start.\nbatch: the largest micro-batch that fits; "
-        "with AC: the largest with --activation_checkpointing.\nLeave about 1 GB: the CUDA "
-        "context and workspaces are not in the table."
+        "ZeRO-3 hold all gradients from the start.\ntight: the total fits, but leaves less than "
+        "the 1 GB that CUDA itself needs on a GPU.\nbatch: the largest micro-batch whose total "
+        "fits, tight or not.\nAC: activation checkpointing, which --activation_checkpointing turns "
+        "on."
     )
     if args.mixed_precision == "bf16":
         print("dp: the scripts refuse it in bf16.")

@@ -9,16 +9,15 @@ report.html, one file with the pictures inside. It reads nothing but the records
 scripts leave, the plan of a sweep (sweep.csv), and times by hand. reporting/ does the work.
 """
 
-import os
-import sys
+import signal
 from pathlib import Path
 
 from common.printing import OneLineParser, own_file, printable, stop
 from reporting.comparing import find_workloads
-from reporting.grounds import find_notes
+from reporting.grounds import find_notes, find_twins
 from reporting.page import as_html, write_csv, write_page
 from reporting.pictures import draw_workload
-from reporting.records import read_runs, unpack
+from reporting.records import read_runs
 from reporting.times import read_times
 
 
@@ -27,8 +26,7 @@ def parse_args():
         description="Tables and plots of time, speedup and efficiency from run records."
     )
     add = parser.add_argument
-    folder = "every run.json below it is read; or such a folder compressed, as RUNS.tar.xz"
-    add("folder", type=Path, nargs="?", help=folder)
+    add("folder", type=Path, nargs="?", help="every run.json below it is read")
     by_hand = "CSV of times as 186.6 or 3m6.6s, with strategy,nodes,gpus_per_node,seconds"
     add("--times", type=Path, help=by_hand)
     output = "where all goes (default: the folder; with --times alone, the current one)"
@@ -39,9 +37,9 @@ def parse_args():
     for path in (args.folder, args.times):
         if path and not path.exists():
             parser.error(f"there is no {path}")
-    if not args.output_dir:
-        folder = args.folder or Path(".")
-        args.output_dir = folder if folder.is_dir() else folder.parent
+    if args.folder and not args.folder.is_dir():
+        parser.error(f"{args.folder} is no folder; unpack an archive first: tar -xf {args.folder}")
+    args.output_dir = args.output_dir or args.folder or Path(".")
     return args
 
 
@@ -49,17 +47,15 @@ def write_report(args):
     """Write all files, and return the report as Markdown, and whether a run is in its tables.
     Raises OSError or ValueError.
     """
-    folder = args.folder
-    runs, notes = read_runs(unpack(folder), folder) if folder else ([], [])
+    runs, notes = read_runs(args.folder) if args.folder else ([], [])
     if args.times:
         by_hand, bad_rows = read_times(args.times)
         runs, notes = runs + by_hand, notes + bad_rows
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    workloads = find_workloads(runs)
-    for workload in workloads:
-        find_notes(workload)
+    workloads, twins = find_workloads(runs), find_twins(runs)
     pictures = []
     for number, workload in enumerate(workloads, 1):
+        find_notes(workload, twins)
         suffix = f"-{number}" if len(workloads) > 1 else ""
         pictures.append(draw_workload(workload, args.output_dir, suffix))
     left_out = [
@@ -82,13 +78,9 @@ def main():
         text, shows_runs = write_report(args)
     except (OSError, ValueError) as problem:
         stop(problem)
-    try:
-        print(text)
-        written = printable(args.output_dir)
-        print(f"written: {written}/report.md, report.html, report.csv and the pictures")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text)
+    written = printable(args.output_dir)
+    print(f"written: {written}/report.md, report.html, report.csv and the pictures", flush=True)
     if not shows_runs:
         stop(
             "none of the runs completed without an interruption; the list "
@@ -97,4 +89,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py runs | head` ends in silence.
     main()

@@ -31,11 +31,12 @@ import signal
 import sys
 from pathlib import Path
 
-import yaml
+from common.printing import OneLineParser, markdown_table, one_line
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch comes: the ranks share the cores.
 
-from common.printing import OneLineParser, markdown_table, one_line  # noqa: E402
+import yaml  # noqa: E402
+
 from planning import comparing, wording  # noqa: E402
 from planning.comparing import CannotTellError  # noqa: E402
 from planning.forking import run_ranks  # noqa: E402

@@ -17,9 +17,11 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from side_by_side import alone, record
+
+# isort: split
 import torch
 import transformers
-from side_by_side import alone, record
 
 import train_bert_squad
 from common.facts import flops_utilization

@@ -14,8 +14,10 @@ repeats alone, so it is taken from one report, and 20,000 others are compared wi
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import datetime, timedelta, timezone
 
-import numpy as np
 import side_by_side  # noqa: F401  It makes reporting importable.
+
+# isort: split
+import numpy as np
 
 from common.printing import markdown_table
 from common.strategies import STRATEGIES
@@ -109,7 +111,7 @@ def shares_of(random, reports, repeats, spreads, order=""):
     squares, freedoms = squares_of(logs), [number - 1 for number in repeats]
     limits = [largest_share(freedom, sum(freedoms), CELLS) for freedom in freedoms]
     noted = (squares > squares.sum(axis=1, keepdims=True) * limits).any(axis=1)
-    noted |= any("turns" in cell.notes for cell in cells)
+    noted |= any("order" in cell.notes for cell in cells)
     return [share.mean() for share in (false, noted, false & ~noted, found)] + [np.expm1(by)]
 
 

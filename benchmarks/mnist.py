@@ -12,9 +12,11 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
 
+from side_by_side import alone, record, row
+
+# isort: split
 import torch
 import torch.nn.functional as F
-from side_by_side import alone, record, row
 from torchvision import datasets, transforms
 
 STEPS = 937  # an epoch of MNIST at batch 64

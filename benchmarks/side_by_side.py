@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import common  # noqa: E402, F401  It tells who forgot to activate .venv.
 
 
 def record(strategy, script, *flags, precision="no", dynamo="no"):

@@ -6,13 +6,11 @@ from typing import Any
 UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
 
-def bus_share(collective, ranks):
-    """Of the whole tensor's bytes, how many the slowest link carries at least. Bus bandwidth counts
-    these bytes. It is the link's own, and hardly depends on the number of ranks:
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+def sent_share(collective: str, ranks: int) -> float:
+    """Of the whole tensor's bytes, how many a device sends, on average over the devices. In a
+    reduce or broadcast, all devices but one send the whole tensor.
     """
-    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(collective)
-    return share * (ranks - 1) / ranks if share else 1
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 # Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts

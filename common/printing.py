@@ -26,6 +26,18 @@ def one_line(problem):
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
+def show_seconds(seconds):
+    """With two decimals, or two digits if these are smaller: 12.35, 0.0021."""
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
+
+
+def some(names):
+    """Names in a row; of more than five, four."""
+    if len(names) > 5:
+        names = [*names[:4], f"and {len(names) - 4} more"]
+    return ", ".join(names)
+
+
 def stop(problem):
     """End the program with one line."""
     sys.exit(f"error: {one_line(problem)}")

@@ -2,14 +2,12 @@
 
 import collections
 import itertools
-import re
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from torch.futures import Future
+
+UPDATE = "gradients are reduced"  # the name of an event
 
 
 @dataclass
@@ -204,16 +202,15 @@ def count_zeros_parts(optimizer, count):
             count("gradients", part.grad)
 
 
-def resident_memory():
-    """Bytes of memory that this process holds now."""
-    return psutil.Process().memory_info().rss
-
-
-def peak_memory():
-    """The most bytes that this process held since the last call; where the kernel forbids to
-    forget, since its start.
+def most_allocated(events):
+    """By how many bytes torch's allocator exceeded, at the most, what it had at the event UPDATE.
+    `events` are those of a profile with `profile_memory`.
     """
-    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()) or [0]
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # see man 5 proc
-    return int(peak) * 1024 or resident_memory()
+    total = most = at_update = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == UPDATE:
+            at_update = total
+        elif event.name() == "[memory]":
+            total += event.nbytes()
+            most = max(most, total)
+    return most - at_update

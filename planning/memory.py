@@ -1,6 +1,7 @@
 """What a device holds while a model trains, by formula; what a run held, and what to try next."""
 
 import bisect
+import itertools
 
 from common.strategies import STRATEGIES, shards_of
 
@@ -148,7 +149,8 @@ def memory_of(
     The total is the peak of a step without accumulation: its largest moment. The backward pass
     frees activations while it makes gradients. So the total is less than the sum of the parts,
     unless all gradients are there from the start (EARLY). Activations include their own gradients
-    on their way back through one layer.
+    on their way back through one layer. Under ZeRO-1 and 2 gradients are those of rank 0: until the
+    update, a rank keeps each tensor whole of which its shard has a part.
     """
     parameters, embeddings = count_parameters(model)[:2]
     parts = bytes_of_parts(strategy, parameters, devices, precision)
@@ -163,9 +165,15 @@ def memory_of(
     )
     kept = in_layers + outside
     way = tokens * size * (hidden + inner)
+    shard = gradients
+    if family in ("zero1", "zero2") and gradients:
+        # Rank 0's shard begins with the embeddings of words, positions and types.
+        tensors = itertools.accumulate(size * hidden * model[name] for name in SIZES[3:])
+        gradients = next((whole for whole in tensors if whole > shard), shard)
+        parts["gradients"] = gradients
     buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
     early = gradients if family in EARLY else 0
-    made = max(early, gradients * (1 - embeddings / parameters))  # the embeddings' come last
+    made = max(early, shard * (1 - embeddings / parameters))  # the embeddings' come last
     # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
     anew = in_layer if activation_checkpointing and dtype == "autocast" else buffers
     moments = {
@@ -226,6 +234,7 @@ def measured_and_by_formula(run):
             )
             for checkpointing in (run["activation_checkpointing"], True)
         ]
+        parts["gradients"] = max(parts["gradients"], steps[0]["gradients"])
         activations = steps[0]["activations"]
         saved = activations - steps[1]["activations"]
         if not rank["peak_memory_mb"]:

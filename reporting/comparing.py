@@ -21,8 +21,10 @@ from reporting.records import MEANT, Figures, Run, Setting
 
 FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
 
-# What was not imported is null in a record, and differs from nothing.
-VERSIONS = ("torch", "accelerate", "deepspeed", "transformers")
+# What a comparison holds fixed. Of times by hand, nobody knows the batch.
+FIXED = {"weak": "batch per device", "strong": "global batch", "by_hand": "not known"}
+# Where it is not known, it differs from nothing: a library that was not imported, for example.
+MAY_BE_UNKNOWN = ("torch", "accelerate", "deepspeed", "transformers", "cores")
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Comparison:
     baseline: "Cell"
     speedup: float
     efficiency: float
-    low: float | None = None
-    high: float | None = None
-    sure: str = ""
+    low: float | None
+    high: float | None
+    sure: str
 
 
 @dataclass(eq=False)
@@ -53,28 +55,27 @@ class Cell:
     cost: float = field(init=False)  # seconds of training for each sample; see Run.cost
     middle: Run = field(init=False)  # the run nearest to the cost
     apart: str = ""  # from others of its name and shape: batch or options
-    weak: Comparison | None = None  # with a baseline of the same batch per device
-    strong: Comparison | None = None  # with a baseline of the same global batch
-    by_hand: Comparison | None = None  # of times that were measured by hand
-    notes: dict[str, str] = field(default_factory=dict)  # what weakens it, by reporting/grounds.py
+    bases: dict[str, "Cell"] = field(default_factory=dict)  # its baselines, by a name of FIXED
+    comparisons: dict[str, Comparison] = field(default_factory=dict)  # with each of them
+    notes: dict[str, str] = field(default_factory=dict)  # what weakens it: {a code: in words}
 
     def __post_init__(self) -> None:
-        medians = {}
+        medians: dict[str, Any] = {}
         for figure in fields(Figures):
             known = [getattr(run.figures, figure.name) for run in self.runs]
             values = [value for value in known if value is not None]
             odd = [value for value in values if not math.isfinite(value)]  # a loss
             values = odd[:1] or values
             medians[figure.name] = statistics.median(values) if values else None
-        medians["seconds"] = statistics.geometric_mean(run.seconds for run in self.runs)
+        medians["seconds"] = statistics.geometric_mean(self.times)
         self.figures = Figures(**medians)
         self.cost = statistics.geometric_mean(run.cost for run in self.runs)
         self.middle = min(self.runs, key=lambda run: abs(run.cost - self.cost))
 
     @property
-    def seconds(self) -> float:
-        assert self.figures.seconds is not None
-        return self.figures.seconds
+    def times(self) -> list[float]:
+        """The seconds of training of each repeat."""
+        return [run.figures.seconds for run in self.runs]
 
     @property
     def logs(self) -> list[float]:
@@ -89,12 +90,7 @@ class Cell:
     @property
     def squares(self) -> float:
         """The sum of squares of the logarithms around their mean."""
-        return sum_of_squares(self.logs)
-
-    @property
-    def note(self) -> str:
-        """All of its notes in words."""
-        return ", ".join(self.notes.values())
+        return float(numpy.var(self.logs) * len(self.logs))
 
     @property
     def devices(self) -> int:
@@ -107,26 +103,9 @@ class Cell:
         return plain and setting.devices == 1
 
     @property
-    def comparisons(self) -> dict["Cell", Comparison]:
-        """Of each baseline: weak scaling, strong scaling, times by hand. Both of a baseline may be
-        one.
-        """
-        found = [one for one in (self.weak, self.strong, self.by_hand) if one]
-        return {one.baseline: one for one in found}
-
-    @property
     def comparison(self) -> Comparison | None:
-        """The one that comes first."""
+        """The first one: weak scaling, if there is a baseline of the same batch per device."""
         return next(iter(self.comparisons.values()), None)
-
-    @property
-    def fixed(self) -> str | None:
-        """What `comparison` holds fixed."""
-        if self.comparison and self.comparison.baseline is self:
-            return "itself"
-        if self.weak:
-            return "batch per device"
-        return "global batch" if self.strong else "not known" if self.by_hand else None
 
     @property
     def name(self) -> str:
@@ -141,22 +120,14 @@ class Cell:
     @property
     def batch(self) -> str:
         """The batch per device in words."""
-        times = self.setting.gradient_accumulation_steps
-        accumulated = f" x {times}" if times and times > 1 else ""
-        return f"batch {self.setting.per_device_batch_size}{accumulated}"
+        batch, times = self.setting.per_device_batch_size, self.setting.gradient_accumulation_steps
+        accumulated = f" x {times}" if times > 1 else ""
+        return f"batch {batch}{accumulated}" if batch else ""
 
     @property
     def step_seconds(self) -> float | None:
         rate, batch = self.figures.samples_per_second, self.setting.global_batch_size
         return batch / rate if rate and batch else None
-
-    @property
-    def fastest(self) -> float:
-        return min(run.seconds for run in self.runs)
-
-    @property
-    def slowest(self) -> float:
-        return max(run.seconds for run in self.runs)
 
     @property
     def mfu(self) -> float | None:
@@ -192,61 +163,67 @@ class Workload:
 
 
 def find_differences(workloads: list[dict[str, Any]]) -> list[str]:
-    """The names of what is not the same in all of these. A version that is not known differs from
-    nothing.
+    """The names of what is not the same in all of these."""
+    names = dict.fromkeys(name for values in workloads for name in values)
+    return [name for name in names if unlike(name, [values.get(name) for values in workloads])]
+
+
+def unlike(name: str, values: list[Any]) -> bool:
+    """Whether these values of a name differ. Cores do not where there are as many for each device,
+    or as many on each node: ranks on one CPU divide its cores.
     """
-    found = []
-    for name in dict.fromkeys(name for values in workloads for name in values):
-        values = [values.get(name) for values in workloads]
-        if name in VERSIONS:
-            values = [value for value in values if value is not None]
-        if any(value != values[0] for value in values):
-            found.append(name)
-    return found
+    if name in MAY_BE_UNKNOWN:
+        values = [value for value in values if value is not None]
+    if name == "cores" and values:
+        return not shared_cores(values)
+    return any(value != values[0] for value in values)
 
 
-def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs had the same to do, and did it with the same libraries."""
-    return not find_differences([one, other])
+def shared_cores(values: list[str]) -> str:
+    """What these have in common, of texts such as "1 per device, 2 per node"."""
+    first, *others = [value.split(", ") for value in values]
+    return ", ".join(text for text in first if all(text in other for other in others))
 
 
 def find_workloads(runs: list[Run]) -> list[Workload]:
     """The workloads of these runs, with compared and named cells. A run with a version that is not
     known belongs to each workload from which it differs in nothing else.
     """
-    groups: list[dict[str, Any]] = []
+    workloads: list[Workload] = []
     timings = [run for run in runs if not run.problem]
     for run in sorted(timings, key=lambda run: sum(v is None for v in run.workload.values())):
-        if not any(agree(run.workload, values) for values in groups):
-            groups.append(run.workload)
-    groups.sort(key=lambda values: [agree(run.workload, values) for run in timings].index(True))
-    workloads = [make_workload(values, runs) for values in groups]
+        if not any(run in cell.runs for workload in workloads for cell in workload.cells):
+            workloads.append(make_workload(dict(run.workload), runs))
+    workloads.sort(
+        key=lambda one: min(timings.index(run) for cell in one.cells for run in cell.runs)
+    )
     tests = [(workload, test) for workload in workloads for test in find_tests(workload)]
     for workload, test in tests:
         workload.intervals |= test(1 - FALSE_CLAIMS / len(tests))
     for workload in workloads:
         for cell in workload.cells:
-            for kind in ("weak", "strong", "by_hand"):
-                comparison = getattr(cell, kind)
-                if comparison:
-                    setattr(cell, kind, judge(cell, comparison.baseline, workload))
+            for kind, base in cell.bases.items():
+                cell.comparisons[kind] = judge(cell, base, workload)
     return workloads
 
 
 def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
+    """All runs that differ in nothing from these values, and have the same cores as each other."""
     settings: dict[Setting, list[Run]] = {}
-    own = [run for run in runs if agree(run.workload, values)]
-    for run in own:
-        if not run.problem:
+    for run in runs:
+        if not run.problem and not find_differences([run.workload, values]):
+            known = [one["cores"] for one in (values, run.workload) if one.get("cores")]
+            values |= {"cores": shared_cores(known)} if known else {}
             settings.setdefault(run.setting, []).append(run)
     cells = [Cell(values, setting, repeats) for setting, repeats in settings.items()]
     cells.sort(key=order_of)
     tell_apart(cells)
-    lost = [run for run in own if run.problem not in ("", *MEANT)]
-    workload = Workload(values, cells, lost)
     for cell in cells:
-        compare(cell, workload)
-    return workload
+        find_bases(cell, cells)
+    lost = [run for run in runs if run.problem not in ("", *MEANT)]
+    return Workload(
+        values, cells, [run for run in lost if not find_differences([run.workload, values])]
+    )
 
 
 def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
@@ -258,23 +235,16 @@ def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
     return place, setting.strategy, checkpointing, setting.devices, setting.nodes, batch
 
 
-def compare(cell: Cell, workload: Workload) -> None:
-    """Set a cell's comparisons: the fastest baseline with the same batch counts."""
-    batch = cell.setting.batch_per_device
-
-    def fastest(batch: int | None) -> Comparison | None:
-        known = [
-            base
-            for base in workload.cells
-            if base.is_baseline and base.setting.batch_per_device == batch
+def find_bases(cell: Cell, cells: list[Cell]) -> None:
+    """Set a cell's baselines: of those with the same batch, the fastest counts."""
+    setting = cell.setting
+    batches = {"weak": setting.batch_per_device, "strong": setting.global_batch_size}
+    for kind, batch in batches.items() if setting.batch_per_device else [("by_hand", None)]:
+        rivals = [
+            base for base in cells if base.is_baseline and base.setting.batch_per_device == batch
         ]
-        base = min(known, key=lambda base: base.cost, default=None)
-        return judge(cell, base, workload) if base else None
-
-    if batch is None:
-        cell.by_hand = fastest(None)
-    else:
-        cell.weak, cell.strong = fastest(batch), fastest(cell.setting.global_batch_size)
+        if rivals:
+            cell.bases[kind] = min(rivals, key=lambda base: base.cost)
 
 
 # -------- tests
@@ -290,7 +260,7 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     tests: list[Callable[[float], Intervals]] = []
     for base in repeated:
-        cells = [cell for cell in repeated if cell is not base and base in cell.comparisons]
+        cells = [cell for cell in repeated if cell is not base and base in cell.bases.values()]
         if cells and any(map(varies, [base, *cells])):
             batch = base.setting.batch_per_device
             equal = [cell for cell in workload.cells if cell.setting.batch_per_device == batch]
@@ -300,12 +270,6 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     if len(several) > 1 and any(map(varies, several)):
         tests.append(functools.partial(tukey_intervals, several))
     return tests
-
-
-def sum_of_squares(values: list[float]) -> float:
-    """Around their mean."""
-    mean = statistics.mean(values)
-    return sum((value - mean) ** 2 for value in values)
 
 
 def varies(cell: Cell) -> bool:
@@ -364,13 +328,12 @@ def tukey_intervals(cells: list[Cell], level: float) -> Intervals:
 
 
 def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
-    """A cell against a baseline, with what the tests have found so far."""
-    speedup = base.cost / cell.cost
-    known = workload.intervals.get((cell, base))
-    if known is None:
-        return Comparison(base, speedup, speedup / cell.devices)
-    sure = "faster" if known[1] < 0 else "slower" if known[0] > 0 else ""
-    low, high = (math.exp(max(-700.0, min(700.0, -end))) for end in reversed(known))
+    """A cell against a baseline, with what the tests have found."""
+    speedup, low, high, sure = base.cost / cell.cost, None, None, ""
+    if (cell, base) in workload.intervals:
+        ends = workload.intervals[cell, base]
+        low, high = (math.exp(max(-700.0, min(700.0, -end))) for end in reversed(ends))
+        sure = "faster" if low > 1 else "slower" if high < 1 else ""
     return Comparison(base, speedup, speedup / cell.devices, low, high, sure)
 
 

@@ -1,18 +1,22 @@
-"""What weakens a report: what to measure again, and where the assumptions of its tests fail.
+"""What weakens a report: what to measure again, what did not learn what the baseline learns, and
+where the assumptions of its tests fail.
 
 Dunnett's and Tukey's tests assume that the cells' repeats scatter equally, and that they are
-independent. Speedups assume that a strategy learns what the baseline learns.
+independent. Each weakness has a code, which reporting/how-to-read.md explains.
 """
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Mapping
+from datetime import datetime
+from types import MappingProxyType
 
 from scipy.stats import f as f_distribution
-from scipy.stats import t as t_distribution
+from scipy.stats import ttest_ind
 
-from reporting.comparing import Cell, Workload, sum_of_squares
+from common.printing import some
+from reporting.comparing import Cell, Workload, varies
 from reporting.records import Run
 
 FEW_STEPS = 30  # fewer are no measurement
@@ -23,37 +27,29 @@ FAR = 0.1  # of the baseline's first loss: a last loss that differs by more is a
 SLOWER = 0.01  # a host, by hosts' means: what is less is not worth a word
 
 
-def find_notes(workload: Workload) -> None:
-    """Set the notes of each cell, {kind: words}. The words of the kinds of AGAIN name what a reader
-    should measure again.
-    """
-    scattered = find_scattered(workload)
-    out_of_turn, slow_hosts = find_out_of_turn(workload), find_slow_hosts(workload)
+def find_notes(workload: Workload, twins: Mapping[Run, str] = MappingProxyType({})) -> None:
+    """Set the notes of each cell, {code: in words}; `twins` are those of `find_twins`."""
+    repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
+    equal = len(repeated) > 1 and not any(map(varies, repeated))
+    scattered, out_of_turn = find_scattered(repeated), find_out_of_turn(workload)
+    slow_hosts = find_slow_hosts(workload)
     for cell in workload.cells:
+        steps = cell.figures.steps
+        late = max(cell.times) / statistics.median(cell.times) - 1
         found = {
-            "steps": few_steps(cell),
+            "single": "measured once" if len(cell.runs) == 1 else "",
+            "equal": "repeats are equal to the digit" if equal and cell in repeated else "",
+            "short": f"{steps:.0f} steps are too few" if steps and steps < FEW_STEPS else "",
             "slow": slow_steps(cell),
-            "late": late_repeat(cell),
-            "scatter": "repeats scatter more than the others'" if cell in scattered else "",
-            "turns": "not measured in turns" if cell in out_of_turn else "",
+            "late": f"a repeat took {late:.0%} longer than the median" if late > OUTLIER else "",
+            "spread": "repeats scatter more than the others'" if cell in scattered else "",
+            "order": "not measured in turns" if cell in out_of_turn else "",
             "hosts": slow_hosts.get(cell, ""),
-            "diverged": no_number(cell),
+            "twin": next((twins[run] for run in cell.runs if run in twins), ""),
+            "over": over_100_percent(cell),
             "loss": wrong_loss(cell),
         }
-        cell.notes = {kind: words for kind, words in found.items() if words}
-
-
-AGAIN = ("steps", "slow", "late")
-
-
-def has_other_loss(cell: Cell) -> bool:
-    """Whether its notes say that it did not learn what the baseline learned."""
-    return "loss" in cell.notes or "diverged" in cell.notes
-
-
-def few_steps(cell: Cell) -> str:
-    steps = cell.figures.steps
-    return f"{steps:.0f} steps are too few" if steps is not None and steps < FEW_STEPS else ""
+        cell.notes = {code: words for code, words in found.items() if words}
 
 
 def slow_steps(cell: Cell) -> str:
@@ -63,20 +59,20 @@ def slow_steps(cell: Cell) -> str:
     steps, step = cell.figures.steps, cell.step_seconds
     if not steps or not step or steps < FEW_STEPS:
         return ""
-    share = 1 - step * steps / cell.seconds
+    share = 1 - step * steps / cell.figures.seconds
     return f"slow steps cost {share:.0%} of the time" if share > SLOW_STEPS else ""
 
 
-def late_repeat(cell: Cell) -> str:
-    late = cell.slowest / statistics.median(run.seconds for run in cell.runs) - 1
-    return f"a repeat took {late:.0%} longer than the median" if late > OUTLIER else ""
+def over_100_percent(cell: Cell) -> str:
+    """More than as many times as fast as devices, by the whole interval of the test."""
+    lows = [one.low / cell.devices for one in cell.comparisons.values() if one.low]
+    return f"efficiency of at least {max(lows):.0%}" if lows and max(lows) > 1 else ""
 
 
-def find_scattered(workload: Workload) -> list[Cell]:
+def find_scattered(cells: list[Cell]) -> list[Cell]:
     """The cells whose repeats scatter more than those of the other cells, by Cochran's test of the
     largest variance.
     """
-    cells = [cell for cell in workload.cells if len(cell.runs) > 1]
     squares, freedoms = sum(cell.squares for cell in cells), sum(cell.freedom for cell in cells)
     if len(cells) < 2 or not squares:
         return []
@@ -97,60 +93,62 @@ def largest_share(freedom: int, freedoms: int, cells: int) -> float:
 
 
 def find_out_of_turn(workload: Workload) -> list[Cell]:
-    """The cells of which all repeats began before or after all others that were tested, and pairs
-    of compared cells of which one was measured before the other. A machine that becomes slower then
-    makes a difference that repeats cannot tell from another one.
+    """The cells that were measured apart from each other tested one, before it or after it, and
+    pairs of compared cells of which one was measured before the other. A machine that becomes
+    slower then makes a difference that repeats cannot tell from another one.
     """
     tested = list(dict.fromkeys(cell for pair in workload.intervals for cell in pair))
     alone = [
-        cell
-        for cell in tested
-        if lie_apart(
-            cell.runs, [run for other in tested if other is not cell for run in other.runs]
-        )
+        cell for cell in tested if all(lie_apart(cell, other) for other in tested if other != cell)
     ]
-    pairs = [pair for pair in workload.intervals if lie_apart(pair[0].runs, pair[1].runs)]
+    pairs = [pair for pair in workload.intervals if lie_apart(*pair)]
     return alone + [cell for pair in pairs for cell in pair if not set(alone) & set(pair)]
 
 
-def lie_apart(some: list[Run], others: list[Run]) -> bool:
-    """As far as it is known when they began."""
-    began, since = ([run.began for run in runs if run.began] for runs in (some, others))
+def lie_apart(one: Cell, other: Cell) -> bool:
+    """As far as it is known when their runs began."""
+    began, since = ([run.began for run in cell.runs if run.began] for cell in (one, other))
     if min(len(began), len(since)) < 2:
         return False
     return max(began) < min(since) or max(since) < min(began)
 
 
+def find_twins(runs: list[Run]) -> dict[Run, str]:
+    """Of runs that began in the same second on the same host as another one: which these are."""
+    places: dict[tuple[datetime, str], list[Run]] = {}
+    for run in runs:
+        for host in {rank.host for rank in run.ranks if run.began}:
+            assert run.began
+            places.setdefault((run.began.replace(microsecond=0), host), []).append(run)
+    return {
+        run: f"{some([one.name for one in twins])} began in the same second on {host}"
+        for (_, host), twins in places.items()
+        for run in twins
+        if len(twins) > 1
+    }
+
+
 def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
     """Of cells that have two repeats or more on each of several sets of hosts: on which of the sets
     they took longer than on another one, by t-tests of the logarithms with Bonferroni's correction.
-    Their spread is that of all repeats of a cell on the same hosts. Names the hosts that only one
-    of the two sets has.
+    Names the hosts that only one of the two sets has.
     """
-    places: dict[Cell, dict[frozenset[str], list[float]]] = {}
+    pairs = []
     for cell in workload.cells:
+        places: dict[frozenset[str], list[float]] = {}
         for run in cell.runs:
             hosts = frozenset(rank.host for rank in run.ranks)
-            places.setdefault(cell, {}).setdefault(hosts, []).append(math.log(run.cost))
-    groups = [logs for sets in places.values() for logs in sets.values()]
-    freedom = sum(len(logs) - 1 for logs in groups)
-    squares = sum(map(sum_of_squares, groups))
-    pairs = [
-        (cell, slow, fast)
-        for cell, sets in places.items()
-        for slow, fast in itertools.permutations(sets, 2)
-        if len(sets[slow]) > 1 and len(sets[fast]) > 1
-    ]
-    found: dict[Cell, list[tuple[float, str]]] = {}
-    for cell, slow, fast in pairs:
-        one, other = places[cell][slow], places[cell][fast]
-        error = math.sqrt(squares / freedom * (1 / len(one) + 1 / len(other)))
-        gap = statistics.mean(one) - statistics.mean(other)
-        far = error * float(t_distribution.isf(FALSE_WARNINGS / len(pairs), freedom))
-        if gap > far > 0 and math.expm1(gap) >= SLOWER:
+            places.setdefault(hosts, []).append(math.log(run.cost))
+        repeated = [place for place in places.items() if len(place[1]) > 1]
+        pairs += [(cell, *pair) for pair in itertools.permutations(repeated, 2)]
+    found = {}
+    for cell, (slow, logs), (fast, others) in pairs:
+        longer = math.expm1(statistics.mean(logs) - statistics.mean(others))
+        chance = ttest_ind(logs, others, alternative="greater").pvalue
+        if longer >= SLOWER and chance < FALSE_WARNINGS / len(pairs):
             names = f"{name_hosts(slow - fast)} than on {name_hosts(fast - slow)}"
-            found.setdefault(cell, []).append((gap, f"{math.expm1(gap):.0%} longer on {names}"))
-    return {cell: max(words)[1] for cell, words in found.items()}
+            found[cell] = f"{longer:.0%} longer on {names}"
+    return found
 
 
 def name_hosts(hosts: frozenset[str]) -> str:
@@ -158,32 +156,37 @@ def name_hosts(hosts: frozenset[str]) -> str:
     return first + (f" and {len(others)} more" if others else "")
 
 
-def no_number(cell: Cell) -> str:
-    loss = cell.figures.last_loss
-    return "" if loss is None or math.isfinite(loss) else f"the last loss is {loss}"
-
-
 def wrong_loss(cell: Cell) -> str:
-    """With the baseline's global batch, seed and learning rate: a repeat's last loss that is far
-    from the baseline's, by more than a tenth of the loss with which that began, or by half of what
-    it gained if that is less. Dropout's masks make smaller differences.
+    """A repeat's loss that is no number, that did not fall, or, with the baseline's global batch,
+    seed and learning rate, that is far from the losses of all repeats of the baseline.
     """
-    base = cell.strong.baseline.runs if cell.strong else []
-    found = []
     for run in cell.runs:
-        right = [other.figures for other in base if other.seeds == run.seeds]
-        first = median_of(figures.first_loss for figures in right)
-        last = median_of(figures.last_loss for figures in right)
         loss = run.figures.last_loss
-        if loss is None or first is None or last is None:
-            continue
-        far = min(FAR * first, max((first - last) / 2, FAR * first / 10))
-        if abs(loss - last) > far:
-            found.append((abs(loss - last), f"a last loss is {loss:.4g}, not {last:.4g}"))
-    return max(found)[1] if found and not no_number(cell) else ""
+        if loss is not None and not math.isfinite(loss):
+            return f"the last loss is {loss}"
+    for run in cell.runs:
+        if not run.learned:
+            first = run.figures.first_loss
+            return f"it did not learn: its loss was {first:.4g} and became {run.late_loss:.4g}"
+    base = cell.bases.get("strong")
+    for run in cell.runs:
+        right = [
+            other
+            for other in (base.runs if base else [])
+            if other is not run and other.seeds == run.seeds and other.learned
+        ]
+        if right and all(is_far(run, other) for other in right):
+            loss, usual = run.figures.last_loss, right[0].figures.last_loss
+            return f"a last loss is {loss:.4g}, and {usual:.4g} of the baseline"
+    return ""
 
 
-def median_of(losses: Iterable[float | None]) -> float | None:
-    """Of the losses that are numbers."""
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return statistics.median(known) if known else None
+def is_far(run: Run, base: Run) -> bool:
+    """Whether a last loss differs from the baseline's by more than a tenth of the loss with which
+    that began, or by half of what it gained if that is less. Dropout's masks make smaller
+    differences.
+    """
+    first, last, loss = base.figures.first_loss, base.figures.last_loss, run.figures.last_loss
+    if first is None or last is None or loss is None:
+        return False
+    return abs(loss - last) > min(FAR * first, max((first - last) / 2, FAR * first / 10))

@@ -4,27 +4,22 @@ import base64
 import csv
 import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import markdown
 
-from common.printing import markdown_table, printable
-from common.strategies import FAMILIES, label_of
+from common.printing import markdown_table, printable, show_seconds
 from reporting.answer import sentences
-from reporting.comparing import (
-    Cell,
-    Comparison,
-    Workload,
-    find_differences,
-    order_of,
-)
-from reporting.records import Run
+from reporting.comparing import FIXED, Cell, Workload, find_differences
 
 HERE = Path(__file__).parent
-WIDE = 6  # strategies in a table of the first page; more of them make another table
+BELOW_PICTURES = (
+    "A bar is the interval of the test (*from-to*, divided by the devices), not the fastest and "
+    "slowest run. At 100 %, N devices are N times as fast as the baseline."
+)
 
 
 # -------- Markdown
@@ -33,7 +28,8 @@ WIDE = 6  # strategies in a table of the first page; more of them make another t
 def plain(text: Any) -> str:
     """A text as Markdown and HTML show it, whatever characters it has."""
     escaped = html.escape(printable(text), quote=False)
-    return re.sub(r"[\\`*\[\]|!~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", escaped)
+    # An underscore inside of a word means nothing in Markdown.
+    return re.sub(r"[\\`*\[\]|!~]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", escaped)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -61,150 +57,85 @@ def title(workload: Workload, workloads: list[Workload]) -> str:
     values = workload.values
     names = ("model", "dataset")
     twins = [
-        one
+        one.values
         for one in workloads
-        if [one.values.get(name) for name in names] == [values.get(name) for name in names]
+        if all(one.values.get(name) == values.get(name) for name in names)
     ]
-    known = [str(values[name]) for name in names if values.get(name)]
-    head = " on ".join(known) or values["script"]
-    return plain(", ".join([head, *in_words(values, differing(twins))]))
-
-
-def differing(workloads: list[Workload]) -> list[str]:
-    """The names in which these workloads differ."""
-    return find_differences([workload.values for workload in workloads])
+    head = " on ".join(str(values[name]) for name in names if values.get(name))
+    return plain(", ".join([head or values["script"], *in_words(values, find_differences(twins))]))
 
 
 def in_words(values: dict[str, Any], names: Iterable[str]) -> list[str]:
     """What a workload has of these names, as texts such as "threads 1"."""
-    known = [(name, values.get(name)) for name in names]
+    known = [(name, values[name]) for name in names if values.get(name) is not None]
     return [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in known
-        if value is not None
     ]
 
 
 def write_page(
-    workloads: list[Workload],
-    pictures: list[dict[str, str]],
-    left_out: list[str],
+    workloads: list[Workload], pictures: list[dict[str, str]], left_out: list[str]
 ) -> str:
     """The report. `pictures` are those of each workload, {name: file}."""
     first, more = ["# Report"], ["# Details"]
     if len(workloads) > 1:
-        names = ", ".join(map(plain, differing(workloads)))
+        names = ", ".join(map(plain, find_differences([one.values for one in workloads])))
         first.append(
             f"These are {len(workloads)} workloads, never compared with each other; they "
             f"differ in {names}."
         )
     for workload, files in zip(workloads, pictures, strict=True):
         heading = f"## {title(workload, workloads)}"
-        first += [heading, *first_page(workload, files)]
+        first += [heading, plain(sentences(workload)), *answer_tables(workload)]
+        if files:
+            first.append(" ".join(f"![{name}]({file})" for name, file in files.items()))
+        if set(files) - {"trade"}:
+            first.append(BELOW_PICTURES)
         more += [heading, *details(workload)]
     if left_out:
         more += ["## Not in the tables", "\n".join(f"- {plain(line)}" for line in left_out)]
     how_to_read = (HERE / "how-to-read.md").read_text(encoding="utf-8").rstrip()
     blocks = [*first, *more, "## How to read the tables", how_to_read]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
-# -------- the first page
+CAPTIONS = {
+    "weak": "**Weak scaling**: each row against the baseline with the same batch per device.",
+    "strong": "**Strong scaling**: each row against the baseline with the same global batch.",
+    "by_hand": "Times by hand, against the baseline:",
+}
 
 
-def first_page(workload: Workload, files: dict[str, str]) -> Iterator[str]:
-    """What is to be known first of a workload: sentences, small tables, and pictures."""
-    yield plain(" ".join(sentences(workload)))
-    yield from scaling_tables(workload)
-    yield " ".join(f"![{name}]({file})" for name, file in files.items())
+def answer_tables(workload: Workload) -> Iterator[str]:
+    """A table for each kind of comparison, and one of the cells that are compared with nothing."""
+    alone = workload.cells
+    for kind, caption in CAPTIONS.items():
+        cells = [cell for cell in workload.cells if kind in cell.comparisons]
+        others = [cell for cell in cells if not cell.is_baseline]
+        # Strong scaling on one device is weak scaling.
+        if others and (kind != "strong" or any(cell.devices > 1 for cell in others)):
+            yield caption
+            yield table([answer_row(cell, kind) for cell in cells])
+            alone = [cell for cell in alone if cell not in cells and not cell.is_baseline]
+    if not all(cell.is_baseline for cell in alone):
+        yield "Without a baseline that has the same batch:"
+        yield table([answer_row(cell) for cell in alone])
 
 
-# The comparison, what its cells have in common, and the caption of their table.
-TABLES = (
-    (
-        "weak",
-        "batch_per_device",
-        "**Weak scaling**, {} samples per device and step: time of training, speedup and "
-        "efficiency against the baseline with the same batch per device.",
-    ),
-    (
-        "strong",
-        "global_batch_size",
-        "**Strong scaling**, {} samples per step in all: time of training, speedup and "
-        "efficiency against the baseline with the same global batch.",
-    ),
-    ("by_hand", "batch_per_device", "Time, speedup and efficiency:"),
-    (
-        "comparison",
-        "batch_per_device",
-        "Time of training without a baseline, {} samples per device and step:",
-    ),
-)
-
-
-def scaling_tables(workload: Workload) -> Iterator[str]:
-    """A table for each batch per device (weak scaling), for each global batch (strong scaling), and
-    for the cells that are compared with nothing. Shapes without a result are in the first one.
-    """
-    known = {(cell.setting.strategy, cell.setting.shape) for cell in workload.cells}
-    lost = [run for run in workload.lost if (run.setting.strategy, run.setting.shape) not in known]
-    for kind, common, caption in TABLES:
-        groups: dict[int | None, list[tuple[Cell, Comparison | None]]] = {}
-        for cell in workload.cells:
-            one = getattr(cell, kind)
-            if bool(one) != (kind == "comparison"):
-                batch = getattr(cell.setting, common)
-                groups.setdefault(batch, []).append((cell, one))
-        for batch, pairs in sorted(groups.items(), key=lambda group: group[0] or 0):
-            if kind != "strong" or any(cell.devices > 1 for cell, _ in pairs):
-                words = caption.format(batch).replace(", None samples per device and step", "")
-                yield from shape_tables(words, pairs, lost)
-
-
-Place = tuple[int, int, int]  # nodes, GPUs of each, global batch or 0
-
-
-def shape_tables(
-    caption: str, pairs: Sequence[tuple[Cell, Comparison | None]], lost: list[Run]
-) -> Iterator[str]:
-    """Rows are shapes with their global batch, columns strategies. The entries of `lost` are taken
-    out of it as they are shown. Nothing if only baselines are known.
-    """
-    found: dict[tuple[str, Place], list[str]] = {}
-    order: dict[str, int] = {}  # of the columns
-    for cell, one in sorted(pairs, key=lambda pair: pair[0].cost):
-        gain = f", {one.speedup:.2f}×, {100 * one.efficiency:.0f} %" if one else ""
-        if not cell.is_baseline:
-            setting = cell.setting
-            place = (setting.nodes, setting.gpus_per_node, setting.global_batch_size or 0)
-            found.setdefault((cell.name, place), []).append(f"{cell.seconds:.1f} s{gain}")
-            order[cell.name] = order_of(cell)[0]
-    if not found:
-        return
-    for run in lost:
-        shape = run.setting.nodes, run.setting.gpus_per_node
-        place = min((place for _, place in found if place[:2] == shape), default=(*shape, 0))
-        name = label_of(run.setting.strategy)
-        found.setdefault((name, place), ["no result"])
-        order.setdefault(name, len(FAMILIES))
-    lost.clear()
-    places = sorted({place for _, place in found}, key=lambda it: (it[0] * it[1], it[0], it[2]))
-    names = sorted(order, key=lambda name: (order[name], name))
-    samples = [cell.figures.samples_trained or 0 for cell, one in pairs if one]
-    if samples and min(samples) < 0.99 * max(samples):
-        caption += " They trained on unlike numbers of samples: a speedup is that of one sample."
-    yield caption
-    for first in range(0, len(names), WIDE):
-        rows = []
-        for place in places:
-            row = {"nodes x devices": f"{place[0]} x {place[1]}", "global batch": place[2] or None}
-            for name in names[first : first + WIDE]:
-                cells = found.get((name, place), [""])
-                # Several differ in micro-batches or options: the first is the fastest.
-                more = f" (fastest of {len(cells)})" if len(cells) > 1 else ""
-                row[name] = cells[0] + more
-            rows.append(row)
-        yield table(rows)
+def answer_row(cell: Cell, kind: str = "") -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy and shape": cell.label}
+    row["global batch"] = cell.setting.global_batch_size
+    row["seconds"] = show_seconds(cell.figures.seconds)
+    one = cell.comparisons.get(kind)
+    if one:
+        row |= {
+            "speedup": f"{one.speedup:.2f}",
+            "from-to": one.low and f"{one.low:.2f}-{one.high:.2f}",
+            "efficiency": f"{100 * one.efficiency:.0f} %",
+            "verdict": "" if one.baseline is cell else one.sure or "no difference shown",
+        }
+    return row | {"mind": ", ".join(cell.notes)}
 
 
 # -------- the details
@@ -215,90 +146,36 @@ def details(workload: Workload) -> Iterator[str]:
     values = {name: value for name, value in workload.values.items() if value != "no"}
     yield f"All runs have in common: {plain(', '.join(in_words(values, values)))}."
     yield table([measured(cell) for cell in workload.cells])
-    yield from describe_comparisons(workload)
     known = [cell for cell in workload.cells if cell.middle.ranks]
     if known:
         yield "The middle runs and their ranks, as `time` prints them:"
         yield table([row for cell in known for row in ranks_of(cell)])
 
 
-def name_cell(cell: Cell) -> dict[str, Any]:
-    """The columns that tell a cell from all others, with its batches."""
-    setting = cell.setting
-    times = setting.gradient_accumulation_steps or 1
-    batch = setting.per_device_batch_size
+def measured(cell: Cell) -> dict[str, Any]:
+    figures, setting, samples = cell.figures, cell.setting, cell.figures.samples_trained
+    batch, times = setting.per_device_batch_size, setting.gradient_accumulation_steps
     return {
         "strategy": cell.name,
         "variant": cell.apart,
         "nodes x devices": setting.shape,
         "batch per device": f"{batch} x {times}" if times > 1 else batch,
         "global batch": setting.global_batch_size,
-    }
-
-
-def measured(cell: Cell) -> dict[str, Any]:
-    figures = cell.figures
-    return name_cell(cell) | {
         "runs": len(cell.runs),
-        "step in ms": show(cell.step_seconds and cell.step_seconds * 1000, "{:.2f}"),
+        "step in ms": cell.step_seconds and show_seconds(cell.step_seconds * 1000),
         "samples/s": show(figures.samples_per_second, "{:,.1f}"),
-        "seconds": f"{cell.seconds:.2f}",
-        "fastest-slowest": f"{cell.fastest:.2f}-{cell.slowest:.2f}",
-        "total": show(figures.total_seconds, "{:.1f}"),
+        "seconds": show_seconds(figures.seconds),
+        "fastest-slowest": "-".join(show_seconds(pick(cell.times)) for pick in (min, max)),
+        "samples": show(samples, "{:,.0f}"),
+        "ms per sample": samples and f"{1000 * cell.cost:.3g}",
+        "total": figures.total_seconds and show_seconds(figures.total_seconds),
         "last loss": show(figures.last_loss, "{:.6f}"),
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
         "MB of training alone": show(figures.training_memory_mb, "{:,.0f}"),
         "MFU": show(cell.mfu, "{:.0%}"),
-        "note": cell.note,
+        "mind": "; ".join(f"{code}: {words}" for code, words in cell.notes.items()),
         "middle run": cell.middle.name,
         "log": cell.middle.log,
-    }
-
-
-def describe_comparisons(workload: Workload) -> Iterator[str]:
-    """A table for weak scaling, one for strong scaling, and one for times by hand."""
-    for kind, caption in {
-        "weak": "Weak scaling, the batch per device fixed:",
-        "strong": "Strong scaling, the global batch fixed:",
-        "by_hand": "By hand:",
-    }.items():
-        pairs = [(cell, getattr(cell, kind)) for cell in workload.cells]
-        known = [(cell, one) for cell, one in pairs if one]
-        if not known or kind == "strong" and all(cell.devices == 1 for cell, _ in known):
-            continue
-        yield caption
-        yield table(
-            [
-                name_cell(cell)
-                | costs(cell, one.baseline)
-                | {
-                    "speedup": f"{one.speedup:.2f}",
-                    "from-to": one.low and f"{one.low:.2f}-{one.high:.2f}",
-                    "efficiency": f"{one.efficiency:.0%}",
-                    "margin": show(workload.margin(cell, one.baseline), "{:.1%}"),
-                    "sure": one.sure,
-                }
-                for cell, one in known
-            ]
-        )
-    without = [cell for cell in workload.cells if cell.comparison is None]
-    if without and len(without) < len(workload.cells):
-        yield (
-            "Cells that are in none of these have no baseline with the same batch per device or "
-            "the same global batch."
-        )
-
-
-def costs(cell: Cell, base: Cell) -> dict[str, str]:
-    """From what the speedup is computed."""
-    samples = cell.figures.samples_trained
-    if samples is None:
-        return {"baseline in s": f"{base.seconds:.2f}", "seconds": f"{cell.seconds:.2f}"}
-    return {
-        "seconds": f"{cell.seconds:.2f}",
-        "samples": f"{samples:,.0f}",
-        "ms per sample": f"{1000 * cell.cost:.3f}",
-        "baseline's": f"{1000 * base.cost:.3f}",
     }
 
 
@@ -318,33 +195,21 @@ def ranks_of(cell: Cell) -> list[dict[str, Any]]:
 
 
 def as_html(text: str, folder: Path, pictures: list[str]) -> str:
-    """The Markdown of a report as one HTML file. The pictures and report.csv, which lie in
-    `folder`, are in it, also as links by which a reader saves them.
-    """
+    """The Markdown of a report as one HTML file, with the pictures that lie in `folder` in it."""
     body = markdown.markdown(text.replace("<", "&lt;"), extensions=["tables", "sane_lists"])
-    body = re.sub(r"(?<=;\">)[^<]+(?=</td>)", lambda cell: may_break(cell[0]), body)
     body = body.replace("<table>", '<div class="table"><table>')
     body = body.replace("</table>", "</table></div>")
     body = body.replace("<h1>Details</h1>", '<div class="details">\n<h1>Details</h1>') + "</div>"
-    links = []
-    for name in ["report.csv", *pictures]:
-        kind = "text/csv" if name.endswith(".csv") else "image/svg+xml"
-        data = f"data:{kind};base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
-        body = body.replace(f'src="{name}"', f'src="{data}"')
-        links.append(f'<a download="{name}" href="{data}">{name}</a>')
+    for name in pictures:
+        data = base64.b64encode((folder / name).read_bytes()).decode()
+        body = body.replace(f'src="{name}"', f'src="data:image/svg+xml;base64,{data}"')
     style = (HERE / "style.css").read_text(encoding="utf-8")
-    body += f"\n<p>To save: {', '.join(links)}.</p>"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Report</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
-
-
-def may_break(cell: str) -> str:
-    """A cell that may go on in the next line after each 24 characters without a space."""
-    return re.sub(r"(?:&#?\w+;|[^\s&]){24}", r"\g<0><wbr>", cell)
 
 
 def write_csv(path: Path, workloads: list[Workload]) -> None:
@@ -369,33 +234,26 @@ def harmless(value: Any) -> Any:
 
 def plain_row(cell: Cell) -> dict[str, Any]:
     """A cell as plain numbers and texts."""
-    return (
-        cell.workload
-        | asdict(cell.setting)
-        | {"devices": cell.devices}
-        | asdict(cell.figures)
-        | {
-            "run": cell.middle.name,
-            "log": cell.middle.log,
-            "repeats": len(cell.runs),
-            "fastest": cell.fastest,
-            "slowest": cell.slowest,
-            "step_seconds": cell.step_seconds,
-            "seconds_per_sample": cell.cost if cell.figures.samples_trained else None,
-            "mfu": cell.mfu,
-            "note": cell.note,
-            "fixed": cell.fixed,
-            "weak_speedup": cell.weak and cell.weak.speedup,
-            "strong_speedup": cell.strong and cell.strong.speedup,
-        }
-        | {
-            column: getattr(cell.comparison, name, None)
-            for column, name in {
-                "speedup": "speedup",
-                "efficiency": "efficiency",
-                "speedup_from": "low",
-                "speedup_to": "high",
-                "sure": "sure",
-            }.items()
-        }
-    )
+    one, kinds = cell.comparison, list(cell.comparisons)
+    row = cell.workload | asdict(cell.setting) | {"devices": cell.devices} | asdict(cell.figures)
+    row |= {
+        "run": cell.middle.name,
+        "log": cell.middle.log,
+        "repeats": len(cell.runs),
+        "fastest": min(cell.times),
+        "slowest": max(cell.times),
+        "step_seconds": cell.step_seconds,
+        "seconds_per_sample": cell.cost if cell.figures.samples_trained else None,
+        "mfu": cell.mfu,
+        "note": ", ".join(cell.notes.values()),
+        "fixed": "itself" if one and one.baseline is cell else FIXED[kinds[0]] if one else None,
+    }
+    for kind in ("weak", "strong"):
+        row[f"{kind}_speedup"] = getattr(cell.comparisons.get(kind), "speedup", None)
+    return row | {
+        "speedup": one and one.speedup,
+        "efficiency": one and one.efficiency,
+        "speedup_from": one and one.low,
+        "speedup_to": one and one.high,
+        "sure": one and one.sure,
+    }

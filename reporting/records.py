@@ -3,124 +3,30 @@
 What is not known is None, everywhere.
 """
 
-import atexit
 import csv
+import itertools
 import json
+import math
 import os
-import shutil
-import tarfile
-import tempfile
-import zipfile
-from collections.abc import Iterable
+import statistics
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    AllowInfNan,
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    ValidationError,
-)
+from pydantic import ValidationError
 
 from common.facts import UNREADABLE
 from common.printing import one_line
 from common.strategies import name_yaml
-
-# -------- a run.json
-
-
-class Strict(BaseModel):
-    """A part of a record. A wrong type, NaN, infinity or a long text is a ValidationError."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, str_max_length=400)
-
-
-Amount = Annotated[float, Field(ge=0, le=1e12)]
-Count = Annotated[int, Field(ge=1, le=10**12)]
-Name = Annotated[str, Field(max_length=60)]
-
-
-class Seconds(Strict):
-    train: Amount
-    total: Amount
-
-
-class Versions(Strict):
-    torch: str
-    accelerate: str | None = None
-    deepspeed: str | None = None
-    transformers: str | None = None
-
-
-class Workload(Strict):
-    """What the run had to do. All of it is compared; these are the fields that the report reads."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, str | int | float | bool | None]
-
-    model: str | None = None
-    dataset: str | None = None
-    precision: str | None = None
-    layers: Count | None = None
-    hidden_size: Count | None = None
-    intermediate_size: Count | None = None
-
-
-class Rank(Strict):
-    rank: NonNegativeInt
-    host: Annotated[str, Field(min_length=1, max_length=253)]
-    real: Amount
-    user: Amount
-    sys: Amount
-    peak_memory_mb: Amount | None = None
-    memory_before_mb: Amount | None = None
-    device_name: str | None = None
-
-
-class Record(Strict):
-    """The fields of a run.json that the report reads."""
-
-    script: str
-    status: str
-    strategy: Name
-    nodes: Count
-    devices: Count
-    device_name: str
-    steps: Annotated[int, Field(ge=0, le=10**12)]
-    global_batch_size: Count
-    parameters: Count
-    workload: Workload
-    ranks: list[Rank] = Field(min_length=1)
-    seconds: Seconds
-    versions: Versions
-    loss_history: list[tuple[NonNegativeInt, Annotated[float, AllowInfNan(True)]]]
-    per_device_batch_size: Count | None = None
-    gradient_accumulation_steps: Count | None = None
-    strategy_options: dict[str, Any] | None = None
-    activation_checkpointing: bool | None = None
-    threads: Count | None = None
-    samples_per_second: Amount | None = None  # the median over the intervals between two logs
-    tokens_per_second: Amount | None = None
-    resumed_from: str | None = None
-    profiled: bool | None = None
-    slurm_job_id: str | int | None = None
-    began: AwareDatetime | None = None
-
+from reporting.schema import Rank, Record, find_contradiction
 
 # -------- a run, as the report knows it
 
 PROFILED = "profiled: not a timing"
 EVALUATED = "evaluated: no training"
-SEEDS = ("seed", "learning_rate")
 MEANT = (PROFILED, EVALUATED)  # by the user, so nothing is lost
-SHORTEST = 1e-6  # seconds of a run
-LONGEST = 4000  # characters of the options of a strategy, or of the workload's fields
-LARGEST, MOST = 2**30, 50_000  # bytes and members of an archive
+SEEDS = ("seed", "learning_rate")
 # The word before the colon is the reason that the answer names.
 STATUS = {
     "completed": "",
@@ -138,7 +44,7 @@ class Setting:
     nodes: int
     gpus_per_node: int
     per_device_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: int = 1
     global_batch_size: int | None = None
     strategy_options: str | None = None  # as JSON
     activation_checkpointing: bool = False
@@ -156,14 +62,14 @@ class Setting:
         """The samples of a device in one optimizer step."""
         if self.per_device_batch_size is None:
             return None
-        return self.per_device_batch_size * (self.gradient_accumulation_steps or 1)
+        return self.per_device_batch_size * self.gradient_accumulation_steps
 
 
 @dataclass
 class Figures:
     """What was measured of a run. Times are in seconds, memory in MB of the fullest rank."""
 
-    seconds: float | None = None  # of training: every optimizer step
+    seconds: float = math.nan  # of training: every optimizer step; timings have them
     total_seconds: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
@@ -188,65 +94,31 @@ class Run:
     log: str | None = None
     began: datetime | None = None
     seeds: tuple[Any, ...] = ()  # what losses depend on besides: the seed, the learning rate
+    late_loss: float | None = None  # median of the last tenth, if the first loss is that of step 1
 
     @property
     def cost(self) -> float:
         """Seconds of training for each sample trained on; of times by hand, whose samples are not
         known, all seconds.
         """
-        return self.seconds / (self.figures.samples_trained or 1)
+        return self.figures.seconds / (self.figures.samples_trained or 1)
 
     @property
-    def seconds(self) -> float:
-        """Of training; only of a run that is a timing, which has them."""
-        assert self.figures.seconds is not None
-        return self.figures.seconds
-
-
-def read_record(path: Path) -> Record:
-    """A run.json. Raises an error of UNREADABLE if it is none."""
-    record = Record.model_validate_json(path.read_bytes())
-    if record.status not in STATUS:
-        raise ValueError(f"status: {record.status!r} is not known")
-    if record.devices % record.nodes:
-        raise ValueError(f"devices: {record.devices} are not as many on each of the nodes")
-    for name in ("strategy_options", "workload"):
-        if len(record.model_dump_json(include={name})) > LONGEST:
-            raise ValueError(f"{name}: it has more than {LONGEST:,} characters")
-    if record.status == "completed":
-        check_ranks(record)
-    return record
-
-
-def check_ranks(record: Record) -> None:
-    """Raises ValueError if a record does not have each of its ranks once, or if its batches
-    contradict each other. DP's one process has all devices.
-    """
-    processes = 1 if record.strategy == "dp" else record.devices
-    ranks = sorted(rank.rank for rank in record.ranks)
-    if len(ranks) != processes or ranks != list(range(len(ranks))):
-        raise ValueError(f"ranks: they are not those from 0 to {processes - 1}, each once")
-    batch = (record.per_device_batch_size or 0) * (record.gradient_accumulation_steps or 1)
-    if batch * record.devices not in (0, record.global_batch_size):
-        raise ValueError(
-            f"global_batch_size: {record.devices} x {batch} are not {record.global_batch_size}"
-        )
+    def learned(self) -> bool:
+        """Whether the loss fell below the first one, as far as it is known."""
+        first = self.figures.first_loss
+        return first is None or self.late_loss is None or self.late_loss < first < math.inf
 
 
 def make_run(record: Record, path: Path, folder: Path) -> Run:
-    """A record as a Run. Raises ValueError if it has no times."""
-    problem = STATUS[record.status]
+    """A record as a Run."""
     log = find_log(path, record, folder)
+    problem = STATUS[record.status]
     if log and record.status == "running":
         problem += f": see {log}"
-    if not problem and record.resumed_from:
-        problem = "resumed: not a timing"
-    if not problem and record.profiled:
-        problem = PROFILED
-    if not problem and not record.steps:
-        problem = EVALUATED
-    if not problem and min(record.seconds.train, record.seconds.total) < SHORTEST:
-        raise ValueError(f"seconds: the times of a run have to be {SHORTEST:g} or more")
+    problem = problem or ("resumed: not a timing" if record.resumed_from else "")
+    problem = problem or (PROFILED if record.profiled else "")
+    problem = problem or ("" if record.steps else EVALUATED) or find_contradiction(record)
     inside = path.parent.resolve() == folder.resolve()
     return Run(
         name=folder.resolve().name if inside else os.path.relpath(path.parent, folder),
@@ -258,6 +130,7 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
         log=log,
         began=record.began,
         seeds=tuple(getattr(record.workload, name, None) for name in SEEDS),
+        late_loss=find_late_loss(record.loss_history),
     )
 
 
@@ -275,18 +148,44 @@ def find_workload(record: Record) -> dict[str, Any]:
         "device_name": " + ".join(sorted(devices)),
         # With a GPU, threads only feed it, and DP's one process has those of all its GPUs.
         "threads": record.threads if on_cpu else None,
-        **record.versions.model_dump(),
+        "cores": count_cores(record, on_cpu),
+        **record.versions,
     }
+
+
+def count_cores(record: Record, on_cpu: bool) -> str | None:
+    """The cores of each device and of each node, in words. On CPUs the scripts divide those of a
+    node among its ranks; with GPUs, each rank may use all of them. None if they are not known.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank in record.ranks:
+        if rank.cores is None:
+            return None
+        nodes.setdefault(rank.host, []).append(rank.cores)
+    totals = {sum(cores) if on_cpu else max(cores) for cores in nodes.values()}
+    devices = record.devices // record.nodes
+    each = set(itertools.chain(*nodes.values())) if on_cpu else {max(totals) / devices}
+    per_device, per_node = ("/".join(f"{n:g}" for n in sorted(some)) for some in (each, totals))
+    return f"{per_device} per device, {per_node} per node"
+
+
+def find_late_loss(losses: list[tuple[int, float]]) -> float | None:
+    """The median of the last tenth of a run's losses, if these begin with the first step."""
+    if len(losses) < 2 or losses[0][0] != 1:
+        return None
+    return statistics.median(loss for _, loss in losses[-max(1, len(losses) // 10) :])
 
 
 def find_setting(record: Record) -> Setting:
     options = record.strategy_options or {}
+    times = record.gradient_accumulation_steps or 1
+    batch = record.per_device_batch_size or record.global_batch_size // record.devices // times
     return Setting(
         strategy=name_yaml(record.strategy, options),
         nodes=record.nodes,
         gpus_per_node=record.devices // record.nodes,
-        per_device_batch_size=record.per_device_batch_size,
-        gradient_accumulation_steps=record.gradient_accumulation_steps or 1,
+        per_device_batch_size=batch,
+        gradient_accumulation_steps=times,
         global_batch_size=record.global_batch_size,
         strategy_options=json.dumps(options, sort_keys=True),
         activation_checkpointing=bool(record.activation_checkpointing),
@@ -326,73 +225,33 @@ def find_log(path: Path, record: Record, folder: Path) -> str | None:
 # -------- a folder of runs
 
 
-def unpack(path: Path) -> Path:
-    """A folder of runs as it is; a compressed one (.zip, .tar.xz and other .tar) unpacked into a
-    fresh folder. Raises ValueError.
-    """
-    if path.is_dir():
-        return path
-    folder = tempfile.mkdtemp(prefix="report-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as zipped:
-                check_sizes(member.file_size for member in zipped.infolist())
-                zipped.extractall(folder)  # It drops names that lead outside.
-        else:
-            with tarfile.open(path) as tar:
-                check_sizes(member.size for member in tar)
-                tar.extractall(folder, filter="data")  # It refuses them.
-    except (tarfile.ReadError, zipfile.BadZipFile):
-        raise ValueError(f"{path} is neither a folder nor a whole .zip or .tar archive") from None
-    except Exception as problem:  # each kind of compression has its own
-        raise ValueError(f"cannot unpack {path}: {problem}") from None
-    return Path(folder)
-
-
-def check_sizes(sizes: Iterable[int]) -> None:
-    """Raises ValueError if the members of an archive are too large, or too many."""
-    total = 0
-    for number, size in enumerate(sizes, 1):
-        total += size
-        if total > LARGEST or number > MOST:
-            raise ValueError(
-                f"it has more than {LARGEST / 2**30:.0f} GiB, or {MOST:,} files; pack run.json, "
-                "sweep.csv and *.log only"
-            )
-
-
 def find_files(folder: Path, name: str) -> list[Path]:
-    """All files of this name below a folder, those in linked folders too, each folder once."""
+    """All files of this name below a folder, those in linked folders too, each once."""
     found, seen = [], set()
     for here, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
-        if real in seen:
+        if real in seen:  # a link leads back
             folders.clear()
             continue
         seen.add(real)
         folders.sort()
-        if name in files:
-            found.append(Path(here) / name)
+        found += [Path(here) / name] if name in files + folders else []
     return sorted(found)
 
 
 def explain(problem: Exception) -> str:
     """What is wrong with a record, in a few words."""
-    if type(problem) is ValueError:  # one of ours
-        return one_line(problem)
     if isinstance(problem, ValidationError):
         first = problem.errors()[0]
         place = ".".join(map(str, first["loc"]))
         return one_line(f"{place}: {first['msg']}" if place else first["msg"])
-    return one_line(f"{type(problem).__name__}: {problem}")
+    return one_line(problem)
 
 
-def read_runs(folder: Path, archive: Path) -> tuple[list[Run], list[str]]:
+def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     """All runs below a folder, and a sentence for each file that is no record, or the copy of one.
     A run that was planned (sweep.csv) but is not there is a run with a problem, and has the
-    workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all: it
-    names the `archive` of which the folder was unpacked, or the folder again.
+    workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all.
     """
     runs: list[Run] = []
     notes: list[str] = []
@@ -401,7 +260,7 @@ def read_runs(folder: Path, archive: Path) -> tuple[list[Run], list[str]]:
     for path in paths:
         name = os.path.relpath(path, folder)
         try:
-            record = read_record(path)
+            record = Record.model_validate_json(path.read_bytes())
             run = make_run(record, path, folder)
         except UNREADABLE as problem:
             notes.append(f"skipped {name}: no run record ({explain(problem)})")
@@ -420,7 +279,7 @@ def read_runs(folder: Path, archive: Path) -> tuple[list[Run], list[str]]:
             notes.append(f"skipped {name}: no plan of a sweep ({explain(problem)})")
     if not runs and not notes:
         raise FileNotFoundError(
-            f"no run.json below {archive}: the training scripts leave one in their output directory"
+            f"no run.json below {folder}: the training scripts leave one in their output directory"
         )
     return runs, notes
 
@@ -428,7 +287,7 @@ def read_runs(folder: Path, archive: Path) -> tuple[list[Run], list[str]]:
 def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> list[Run]:
     """The runs that a sweep.csv has and that are not `found`."""
     missing = []
-    with open(plan, newline="", encoding="utf-8") as file:
+    with open(plan, newline="", encoding="utf-8-sig") as file:
         for planned in csv.DictReader(file):
             path = plan.parent / planned["run"]
             place = int(planned["nodes"]), int(planned["gpus_per_node"])

@@ -1,44 +1,32 @@
 """Times that were measured by hand, as runs."""
 
-import csv
 import re
 from pathlib import Path
 
 from common.printing import one_line
+from common.strategies import STRATEGIES
 from reporting.records import Figures, Run, Setting
 
 COLUMNS = ("strategy", "nodes", "gpus_per_node", "seconds")
-LONGEST_NAME = 60  # characters of a strategy
-
-# How people write the strategies, without spaces, dashes and capitals.
-SPELLINGS = {
-    "baseline": "single|(?:single|one|1) ?(?:gpu|device)",
-    "dp": "data ?parallel",
-    "ddp": "distributed ?data ?parallel",
-    "fsdp": "fsdp ?2|fully ?sharded(?: ?data ?parallel)?|full ?shard",
-    "hsdp": "hybrid ?shard(?:ed)?(?: ?data ?parallel)?",
-    "fsdp_keep": "fsdp ?keep|shard ?grad ?op",
-    "fsdp_offload": "fsdp2? ?(?:cpu ?)?offload",
+ALIASES = {
+    "singlegpu": "baseline",
+    "onegpu": "baseline",
+    "dataparallel": "dp",
+    "distributeddataparallel": "ddp",
+    "fullyshardeddataparallel": "fsdp",
+    "fsdp2": "fsdp",
 }
-ZERO = r"(?:deep ?speed ?|ds ?|zero ?|stage ?)+([123])( ?(?:cpu ?)?offload)?"
 
 
 def name_strategy(text: str) -> str:
     """The YAML's name for what a person calls a strategy: "zero2" for ZeRO-2, DeepSpeed stage 2.
     Other names stay as they are, in small letters. Raises ValueError.
     """
-    words = re.sub(r"[\W_]+", " ", text).strip().lower()
-    if not words:
-        raise ValueError("the strategy has no name")
-    if len(text) > LONGEST_NAME:
+    if len(text) > 60:
         raise ValueError(f"the strategy's name has {len(text):,} characters, more than 60")
-    for name, pattern in SPELLINGS.items():
-        if re.fullmatch(pattern, words):
-            return name
-    zero = re.fullmatch(ZERO, words)
-    if zero:
-        return f"zero{zero[1]}" + ("_offload" if zero[2] else "")
-    return text.strip().lower()
+    known = {name.replace("_", ""): name for name in STRATEGIES} | ALIASES
+    word = re.sub(r"deepspeed|^ds|stage|[\W_]", "", text.lower())
+    return known.get(word) or known.get(f"zero{word}") or text.strip().lower()
 
 
 def parse_seconds(text: str, decimal_commas: bool = False) -> float:
@@ -70,44 +58,13 @@ def parse_count(name: str, text: str) -> int:
     return int(match[1])
 
 
-def read_head(path: Path, line: str) -> tuple[str, list[str]]:
-    """The separator (comma, semicolon or tab) and the names of the columns. Raises ValueError."""
-    separator = max(",;\t", key=line.count)
-    names = [name.strip(' "').lower() for name in line.split(separator)]
-    while names and not names[-1]:
-        names.pop()
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
-        raise ValueError(
-            f"{path}: no column {', '.join(missing)}; the first line has to name "
-            f"{','.join(COLUMNS)}"
-        )
-    twice = [name for name in COLUMNS if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"{path}: the first line names {', '.join(twice)} twice")
-    return separator, names
-
-
-def split_row(line: str, separator: str, names: list[str]) -> dict[str, str]:
-    """A line as {column: text}. Raises ValueError if it has more or fewer columns than names."""
-    try:
-        values = next(csv.reader([line], delimiter=separator, skipinitialspace=True))
-    except csv.Error as problem:
-        raise ValueError(problem) from None
-    while len(values) > len(names) and not values[-1].strip():
-        values.pop()
-    if len(values) == len(names) + 1 and separator == "," and names[-1] == "seconds":
-        decimals = values.pop()  # 186,6 or 0m2,513s in a file with commas between its columns
-        values[-1] += "," + decimals
-    if len(values) != len(names):
-        raise ValueError(f"it has {len(values)} columns, and the first line names {len(names)}")
-    return dict(zip(names, values, strict=True))
-
-
-def make_run(row: dict[str, str], number: int, file: str, decimal_commas: bool) -> Run:
+def make_run(row: dict[str, str], file: str, line: int, decimal_commas: bool) -> Run:
     """A row as a Run. Raises ValueError."""
+    empty = [name for name in COLUMNS if not (row.get(name) or "").strip()]
+    if empty:
+        raise ValueError(f"it has no {empty[0]}")
     return Run(
-        name=f"line {number}",
+        name=f"line {line}",
         workload={"script": f"measured by hand, {file}"},
         setting=Setting(
             name_strategy(row["strategy"]),
@@ -119,25 +76,34 @@ def make_run(row: dict[str, str], number: int, file: str, decimal_commas: bool) 
 
 
 def read_times(path: Path) -> tuple[list[Run], list[str]]:
-    """A Run for each row, and a sentence for each row that cannot be read. Raises ValueError if
-    nothing can be read.
+    """A Run for each row, and a sentence for each row that cannot be read. Columns are separated by
+    commas, semicolons or tabs. Raises ValueError if nothing can be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        head, *lines = path.read_text(encoding="utf-8-sig").splitlines() or [""]
     except ValueError as problem:
         raise ValueError(f"{path} is no text: {problem}") from None
-    separator, names = read_head(path, lines[0] if lines else "")
-    rows, runs, notes = {}, [], []
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            if line.strip(" \t,;"):
-                rows[number] = split_row(line, separator, names)
-        except ValueError as problem:
-            notes.append(one_line(f"skipped {path}, line {number}: {problem}"))
-    decimal_commas = any(re.search(r"\d,\d", row["seconds"]) for row in rows.values())
+    separator = max(",;\t", key=head.count)
+    names = [name.strip(' "').lower() for name in head.split(separator)]
+    missing = [name for name in COLUMNS if names.count(name) != 1]
+    if missing:
+        raise ValueError(
+            f"{path}: no column {missing[0]}, or two; the first line names {','.join(COLUMNS)}"
+        )
+    rows: dict[int, dict[str, str]] = {}
+    for number, line in enumerate(lines, 2):
+        values = [value.strip(' "') for value in line.split(separator)]
+        if any(values):
+            rows[number] = dict(zip(names, values, strict=False))
+            more = [value for value in values[len(names) :] if value]
+            if more and names[-1] == "seconds":  # 186,6 in a file with commas between its columns
+                rows[number]["seconds"] += "," + ",".join(more)
+    decimal_commas = any(re.search(r"\d,\d", row.get("seconds", "")) for row in rows.values())
+    runs: list[Run] = []
+    notes = []
     for number, row in rows.items():
         try:
-            runs.append(make_run(row, number, path.name, decimal_commas))
+            runs.append(make_run(row, path.name, number, decimal_commas))
         except ValueError as problem:
             notes.append(one_line(f"skipped {path}, line {number}: {problem}"))
     if not runs:

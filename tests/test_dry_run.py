@@ -76,6 +76,17 @@ def test_hsdp_counts_inside_nodes_and_between_them(tmp_path):
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.json"]
 
 
+def test_the_peak_is_what_tensors_need_and_grows_with_the_batch(tmp_path):
+    """A tiny LSTM. Each of 8 rows of an image keeps gates and states: 6 x 64 numbers at least."""
+    peaks = {}
+    for batch in (1, 8, 256):
+        dry = count(tmp_path / str(batch), 2, "ddp", [*SCRIPTS["mnist"][:-1], batch])
+        peaks[batch] = dry["peak_bytes"] - sum(dry["held_bytes"].values())
+    image, least = (peaks[256] - peaks[8]) / 248, 8 * 6 * 64 * 4
+    assert 0 < peaks[1] < peaks[8] < 10e6 and least < image < 10 * least
+    assert peaks[8] - peaks[1] == pytest.approx(7 * image, rel=0.2)
+
+
 YAML = "accelerate_configs/ddp.yaml"
 WRONG = {
     "N has to be 2 or more, got 1": (1, YAML, "x.py"),

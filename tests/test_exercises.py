@@ -1,6 +1,7 @@
 """The checkers of exercises 9 and 10 name each fault. test_pages.py has the right solutions."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -151,11 +152,28 @@ def test_what_does_not_train_to_its_end_is_told_with_its_line(line, before, said
         judged(check_ex9, "\n")
 
 
-def test_compare_says_what_can_explain_other_losses(tmp_path):
+RECORD = {"status": "completed", "steps": 2, "seconds": {"train": 1.0}, "strategy": "ddp"}
+RECORD |= {"loss_history": [[1, 2.0], [2, 1.0]], "versions": {"deepspeed": None}}
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A function that compares the record of a run `one` with that of a run `two`."""
+
+    def compare(*records):
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder, record in zip(folders, records, strict=True):
+            folder.mkdir(exist_ok=True)
+            (folder / "run.json").write_text(json.dumps(record))
+        return run([sys.executable, "docs/lab/compare.py", *folders])
+
+    return compare
+
+
+def test_compare_says_what_can_explain_other_losses(compared):
     """Another division of the work cannot, unless masks or few digits depend on it."""
     work = {"dropout": 0.0, "precision": "no"}
-    one = {"strategy": "ddp", "processes": 1, "workload": work, "versions": {"deepspeed": None}}
-    one |= {"seconds": {"train": 1.0}, "loss_history": [[1, 2.0], [2, 1.0]]}
+    one = RECORD | {"processes": 1, "workload": work}
     two = one | {"strategy": "zero2", "processes": 2, "versions": {"deepspeed": "0.19"}}
     two |= {"loss_history": [[1, 2.0], [2, 1.1]]}
     for change, explained in (
@@ -164,14 +182,44 @@ def test_compare_says_what_can_explain_other_losses(tmp_path):
         ({"workload": work | {"precision": "bf16"}}, ["precision", "strategy", "processes"]),
         ({"global_batch_size": 128}, ["global batch"]),
     ):
-        for name, record in (("one", one), ("two", two | change)):
-            (tmp_path / name).mkdir(exist_ok=True)
-            (tmp_path / name / "run.json").write_text(json.dumps(record))
-        out = run([sys.executable, "docs/lab/compare.py", tmp_path / "one", tmp_path / "two"]).out
+        out = compared(one, two | change).out
         can = out.split("can explain other losses:")[-1].split("These cannot")[0]
         assert re.findall(r"^  (.*?):", can, re.M) == explained, out
         assert "\nStep 2 is the first whose losses differ" in out, out
         assert ("Nothing in the records explains this" in out) == (not explained), out
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"seconds": {"train": 2}}, "one and two: 2 and 2 .* value; two trained 2.00 times as"),
+        ({"seconds": {"train": 2}, "steps": 4}, "2 and 4 .*; a step of two took 1.00 times as"),
+        ({"seconds": {"train": 0.0}}, "value; the records do not tell how long a step took\n"),
+        ({"seconds": {"train": math.nan}}, "value; the records do not tell how long"),
+        ({"steps": 0}, "value; the records do not tell how long"),
+        ({"status": "failed"}, "status failed: .* timing, and its losses end at step 2.\n.*lue\n"),
+        ({"status": "preempted"}, "two has the status preempted: its seconds are no timing, and"),
+        ({"status": "running"}, "two has the status running: its seconds are no timing, and"),
+        ({"resumed_from": "a", "profiled": True}, "was resumed and was profiled: .*ing.\n.*lue\n"),
+        ({"loss_history": [[1, 0.0], [2, 1.0]]}, "differ by at most 1.0e.00 of their value;"),
+        (
+            {"loss_history": [[1, 2.0], [2, math.nan]]},
+            "two has no finite loss at step 2: .*most 0.0e.00 of",
+        ),
+        ({"loss_history": [[1, math.inf]]}, "error: one and two have no finite loss of the same"),
+        ({"loss_history": []}, "error: one and two have no finite loss of the same step"),
+        ({"loss_history": [[1]]}, "error: .*two/run.json is no record of a run: ValueError"),
+        ({"steps": None}, "error: .*two/run.json is no record of a run: TypeError"),
+    ],
+)
+def test_compare_says_what_is_no_timing_or_no_loss(change, said, compared):
+    for records in (RECORD, RECORD | change), (RECORD | change, RECORD):
+        done = compared(*records)
+        text = done.out + done.err
+        assert not re.search(r"Traceback|\b(nan|inf)\b", text), text
+        assert done.code == ("error: " in said), text
+        if records[0] is RECORD:
+            assert re.search(said, text, re.S), text
 
 
 def test_points_are_not_negative_and_one_fault_does_not_take_all(tmp_path, monkeypatch):

@@ -10,12 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import QUICK_CHECK, ROOT, RUNGS, launch, run
 from test_bert import TINY
+
+import check
 
 pytestmark = pytest.mark.slow
 SHORT = "--max_train_steps 12 --per_device_train_batch_size 8 --dropout 0".split()
@@ -259,13 +262,44 @@ def test_check_measures_the_link(start, project, tmp_path):
     record = read(tmp_path / "check" / "check.json")
     assert (record["nodes"], record["processes"], record["backend"]) == (2, 2, "gloo")
     assert [rank["host"] for rank in record["ranks"]] == ["n1", "n2"]
-    assert log.count("backend gloo") == log.count("33,554,432") == log.count("fit: ") == 1
+    assert log.count("backend gloo") == log.count("33,554,432") == log.count("ready: ") == 1
+    assert log.count("Bytes on the bus are") == log.count("Errors say") == 1
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         line = record["collectives"][name]
         sizes, seconds = zip(*line["times"], strict=True)
         assert (sizes[0], sizes[-1]) == (2**7, 2**25) and min(seconds) > 0
+        assert log.count(f" {name}: ") == 1 and set(line["disturbed"]) < {*sizes}
+        if len(sizes) - len(line["disturbed"]) < 3:
+            assert line["residual"] is None
+            continue
         assert line["latency_seconds"] >= 0 and line["bandwidth_bytes_per_second"] > 0
-        assert log.count(f" {name}: ") == 1 and 0 <= line["residual"] < 1
+        assert 0 <= line["residual"] < 1
+
+
+def test_check_takes_the_median_of_its_repeats(monkeypatch):
+    """Of work, of work with a collective, and of the collective alone; one repeat was disturbed."""
+    times = torch.tensor([[5, 6, 0.5]] * 4 + [[5, 100, 40]])
+    monkeypatch.setattr(check, "time_in_turns", lambda *_: times)
+    state = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+    assert check.measure(state, "all_reduce", 128, None) == (128, 1)
+
+
+def test_check_leaves_out_what_was_disturbed():
+    """A message that takes longer than one 100 times as large. A line needs three others."""
+    times = [[size, 1e-3 + size / 1e9] for size in check.SIZES]
+    for seconds, disturbed in ((1.1e-3, []), (12e-3, [512])):
+        times[1][1] = seconds
+        line = check.line_of("all_reduce", times, 2)
+        assert line["disturbed"] == disturbed and line["times"] == times
+        assert line["latency_seconds"] == pytest.approx(1e-3, rel=0.02)
+        assert line["bandwidth_bytes_per_second"] == pytest.approx(1e9, rel=0.02)
+        assert ("errors 0%, disturbed: repeat it (bytes: 512)" in check.words_of(line)) == (
+            bool(disturbed)
+        )
+    line = check.line_of("reduce", [[128, 1], [512, 1], [2**17, 1e-3], [2**19, 1e-3]], 2)
+    assert {type(value) for value in line.values()} == {type(None), list}
+    expected = "too few times for a line, disturbed: repeat it (bytes: 128, 512)"
+    assert check.words_of(line) == expected
 
 
 def test_check_refuses_gpus_that_torch_cannot_use(monkeypatch):

@@ -2,12 +2,19 @@
 
 import re
 import shutil
+import sys
 
 import pytest
 from conftest import ROOT, run
 from packaging.requirements import Requirement
 
 import train_mnist_rnn
+
+TOOLS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*/*.py")]
+# What a launcher starts or a student writes, and what needs no package.
+ALONE = """train_.* single faulty hanging unequal_.*
+    compare make_bert picture draw_flow draw_collectives versions""".split()
+TOOLS = sorted(tool for tool in TOOLS if not re.fullmatch("|".join(ALONE), tool.stem))
 
 
 @pytest.fixture
@@ -63,6 +70,13 @@ def test_a_linked_environment_is_used_and_never_changed(make, tmp_path):
     baseline, ddp = log.read_text().splitlines()[:2]
     assert re.match(": .*size 64 ", baseline) and re.match(": .*processes 2 ", ddp), baseline + ddp
     assert not (tmp_path / ".venv").is_symlink()
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
+def test_without_the_packages_a_tool_says_how_to_get_them(tool, tmp_path):
+    done = run([sys.executable, "-BES", tool, tmp_path])  # -S: without the packages of .venv
+    said = re.fullmatch("error: .*`source .venv/bin/activate`.*`make setup`.*\n", done.err)
+    assert done.code == 1 and said, done.out + done.err
 
 
 def requirements(name):

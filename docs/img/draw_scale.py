@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
 
 from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
 
-from common.facts import bus_share  # noqa: E402
+from common.facts import sent_share  # noqa: E402
 
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
@@ -50,18 +50,16 @@ COLOURS = {
 
 
 def by_level(cell):
-    """Calls of a step, and the bytes of their tensors, inside a node and between nodes; and the
-    bytes that a device sends for them, as `bus_share` says. Of DDP without its broadcast of
-    buffers, and without single numbers.
+    """Calls of a step, and the bytes that a device sends for them inside a node and between nodes.
+    Of DDP without its broadcast of buffers, and without single numbers.
     """
-    found = dict.fromkeys(("calls", "inside", "between", "sent inside", "sent between"), 0)
+    found = dict.fromkeys(("calls", "inside", "between"), 0)
     for row in cell["collectives"]:
         if row["kind"] == "broadcast" or row["bytes"] <= 8:
             continue
         level = "between" if row["nodes"] > 1 else "inside"
         found["calls"] += row["calls"]
-        found[level] += row["bytes"]
-        found[f"sent {level}"] += row["bytes"] * bus_share(row["kind"], row["group_size"])
+        found[level] += row["bytes"] * sent_share(row["kind"], row["group_size"])
     return found
 
 
@@ -71,8 +69,8 @@ def cells():
 
 
 def table(found):
-    """The table of the page: calls, and MB inside and between nodes."""
-    yield f"| calls; MB | {' | '.join(f'{n:,}' for n in DEVICES)} |"
+    """The table of the page: calls, and MB that a device sends inside and between nodes."""
+    yield f"| calls; MB sent | {' | '.join(f'{n:,}' for n in DEVICES)} |"
     yield "|---" * (len(DEVICES) + 1) + "|"
     for strategy in COLOURS:
         texts = []
@@ -141,7 +139,7 @@ def count(strategy, devices, folder, words):
         flush=True,
     )
     found = json.loads((out / "dry_run.json").read_text())
-    names = ("nodes", "parameters", "collectives", "held_bytes", "peak_bytes")
+    names = ("nodes", "parameters", "collectives", "held_bytes")
     return {"strategy": strategy, "devices": devices} | {name: found[name] for name in names}
 
 
@@ -209,7 +207,7 @@ def draw(found, folder):
     picture.save(folder / "scale-calls.svg", BOTTOM + 50)
     sizes = {}
     for name, colour in COLOURS.items():
-        inside, between = values(name, "sent inside"), values(name, "sent between")
+        inside, between = values(name, "inside"), values(name, "between")
         megabytes = {n: (inside[n] + between[n]) / 1e6 for n in inside}
         dash = "8 8" if name == "zero2" else "none"  # over DDP's line, which stays visible
         sizes[name] = colour, dash, megabytes

@@ -7,6 +7,7 @@ Exercise 10 (docs/lab/10-faults.md). It launches the script once, on two CPU pro
 import re
 import sys
 
+import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 from sklearn.datasets import load_digits
 from watch import check, mean_losses, repeated_order, samples, wrong_losses

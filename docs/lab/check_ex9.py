@@ -6,6 +6,7 @@ Exercise 9 (docs/lab/09-by-hand.md). It launches the script once, on two CPU pro
 import re
 import sys
 
+import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 from watch import HERE, check, mean_losses, repeated_order, samples, wrong_losses
 

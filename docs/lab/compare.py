@@ -8,6 +8,7 @@ import math
 import sys
 from pathlib import Path
 
+UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 NOTABLE = 1e-5  # of a loss: in fp32, another order of adding changed less in every run of the lab
 # What a record says of the work, beside its `workload`: {name: in words}.
 WORK = {
@@ -28,6 +29,8 @@ DIVISION = {
     "threads": "threads",
     "activation_checkpointing": "activation checkpointing",
 }
+# Whose seconds are no timing, although it is completed.
+SLOWED = {"resumed_from": "was resumed", "profiled": "was profiled"}
 # Training does not use these values of a workload.
 EVALUATION = ("eval samples", "eval questions", "max answer length")
 SCHEDULE = "the learning rate of a step depends on the number of all steps"
@@ -57,21 +60,43 @@ def read(folder):
     try:
         record = json.loads(file.read_text())
         losses = {int(step): float(loss) for step, loss in record["loss_history"]}
-        float(record["seconds"]["train"])
+        record["status"], record["steps"] = str(record["status"]), int(record["steps"])
+        record["seconds"]["train"] = float(record["seconds"]["train"])
         for name in ("workload", "versions", "strategy_options"):
             record[name] = dict(record.get(name) or {})
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
+    except UNREADABLE as problem:
         sys.exit(f"error: {file} is no record of a run: {type(problem).__name__}: {problem}")
     return record, losses
 
 
 def gap(loss, other):
-    """How far the other loss is from this one, as a share of it."""
-    if loss == other:
-        return 0.0
-    if loss == 0 or not math.isfinite(loss - other):
-        return math.inf
-    return abs(other - loss) / abs(loss)
+    """How far two losses are apart, as a share of the first one, or of the other if that is 0."""
+    return abs(other - loss) / (abs(loss) or abs(other) or 1)
+
+
+def warn(name, record, losses):
+    """Print in what a run is no plain completed one. Returns whether its seconds are a timing."""
+    completed = record["status"] == "completed"
+    words = [] if completed else [f"has the status {record['status']}"]
+    words += [said for field, said in SLOWED.items() if record.get(field)]
+    if words:
+        end = "" if completed else f", and its losses end at step {record['steps']}"
+        print(f"{name} {' and '.join(words)}: its seconds are no timing{end}.")
+    bad = [step for step, loss in losses.items() if not math.isfinite(loss)]
+    if bad:
+        more = f" and {len(bad) - 1} more" if bad[1:] else ""
+        print(f"{name} has no finite loss at step {bad[0]}{more}: nothing can be compared there.")
+    return not words
+
+
+def pace(one, two, second):
+    """How long the second run took, as a share of the first one's time; in words."""
+    each = [record["seconds"]["train"] / (record["steps"] or math.nan) for record in (one, two)]
+    ratio = each[1] / (each[0] or math.nan)
+    if not 0 < ratio < math.inf:
+        return "; the records do not tell how long a step took"
+    what = f"{second} trained" if one["steps"] == two["steps"] else f"a step of {second} took"
+    return f"; {what} {ratio:.2f} times as long"
 
 
 def both(one, other):
@@ -125,21 +150,21 @@ def main():
         sys.exit("error: name the folders of two runs")
     (one, losses), (two, others) = map(read, folders)
     first, second = [folder.resolve().name for folder in folders]
-    steps = sorted(losses.keys() & others.keys())
-    if not steps:
-        sys.exit(f"error: {first} and {second} have no step in common")
-    gaps = {step: gap(losses[step], others[step]) for step in steps}
-    ratio = two["seconds"]["train"] / (one["seconds"]["train"] or math.nan)
+    timings = [warn(first, one, losses), warn(second, two, others)]
+    gaps = {step: gap(losses[step], others[step]) for step in losses if step in others}
+    gaps = {step: share for step, share in gaps.items() if math.isfinite(share)}
+    if not gaps:
+        sys.exit(f"error: {first} and {second} have no finite loss of the same step")
     print(
-        f"{first} and {second}: {len(losses)} and {len(others)} steps, losses differ by at most "
-        f"{max(gaps.values()):.1e} of their value; {second} trained {ratio:.2f} times as long"
+        f"{first} and {second}: {one['steps']} and {two['steps']} steps, losses differ by at most "
+        f"{max(gaps.values()):.1e} of their value{pace(one, two, second) if all(timings) else ''}"
     )
     can, cannot = explain(one, two)
     if can:
         print("These differences can explain other losses:", *can, sep="\n  ")
     if cannot:
         print("These cannot, as long as the global batch is the same:", *cannot, sep="\n  ")
-    step = next((step for step in steps if gaps[step] > NOTABLE), None)
+    step = next((step for step, share in gaps.items() if share > NOTABLE), None)
     if step is None:
         print(f"No loss differs by more than {NOTABLE} of its value: the rest is rounding.")
         return

@@ -15,6 +15,7 @@ import ctypes
 import statistics
 import time
 
+import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import environment  # noqa: F401  It tells who forgot to activate .venv.
 import psutil
 
 HERE = Path(__file__).resolve().parent

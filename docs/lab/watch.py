@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
+import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
