@@ -17,9 +17,7 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from side_by_side import alone, record
-
-# isort: split
+import side_by_side as sides
 import torch
 import transformers
 
@@ -129,7 +127,7 @@ def train_by_script(args, batch, compiled):
     words += ["--max_seq_length", LENGTH, "--doc_stride", STRIDE]
     words += ["--per_device_train_batch_size", batch, "--num_epochs", 2 if compiled else 1]
     precision, dynamo = "bf16" if args.gpu else "no", "inductor" if compiled else "no"
-    run = record("baseline", SCRIPT, *words, precision=precision, dynamo=dynamo)
+    run = sides.record("baseline", SCRIPT, *words, precision=precision, dynamo=dynamo)
     windows = run["steps"] * batch
     return {
         "seconds": windows / run["samples_per_second"] if compiled else run["seconds"]["train"],
@@ -144,7 +142,7 @@ def compare_speed(args, batch):
     """Print a table: an epoch of the same windows on each side."""
 
     def trainer(grouped, compiled=False):
-        return alone(train_by_trainer, args, batch, grouped, compiled)
+        return sides.alone(train_by_trainer, args, batch, grouped, compiled)
 
     sides = {
         SCRIPT: lambda: train_by_script(args, batch, compiled=False),

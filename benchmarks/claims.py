@@ -15,8 +15,6 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import datetime, timedelta, timezone
 
 import side_by_side  # noqa: F401  It makes reporting importable.
-
-# isort: split
 import numpy as np
 
 from common.printing import markdown_table

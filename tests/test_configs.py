@@ -119,7 +119,9 @@ def test_a_new_yaml_needs_no_other_edit(tmp_path):
         train(name, *DIGITS, f"runs/{name}")
     run_there(sys.executable, "report.py", "runs")
     report = rows_of((copy / "runs" / "report.md").read_text().split("# Details")[0])
-    assert [row[0] for row in report[1:]] == [f"{name} on 1 x 2" for name in ("ZeRO-1", "ZeRO-1 offload", "ZeRO-2")]
+    assert [row[0] for row in report[1:]] == [
+        f"{name} on 1 x 2" for name in ("ZeRO-1", "ZeRO-1 offload", "ZeRO-2")
+    ]
     tests = "tests/test_configs.py", "tests/test_fit.py"
     out = run_there(sys.executable, "-m", "pytest", "-k", f"{NEW} or every_yaml", *tests)
     assert "3 passed" in out  # the YAML, the JSON, and a row of fit.py
