@@ -57,7 +57,8 @@ def say_fastest(workload: Workload) -> str:
         text += f" (efficiency {100 * best.comparison.efficiency:.0f} %)"
     if margin is None:
         return f"{text}; no test compares it with the others."
-    close = [other.label for other in others if not workload.differ(best, other)]
+    margins = [(other, workload.margin(best, other) or 0) for other in others]
+    close = [other.label for other, far in margins if other.cost / best.cost - 1 <= far]
     if close:
         return f"{text}; its repeats do not tell it apart from {some(close)}."
     if others:

@@ -83,11 +83,6 @@ class Cell:
         return [math.log(run.cost) for run in self.runs]
 
     @property
-    def freedom(self) -> int:
-        """The degrees of freedom of its repeats."""
-        return len(self.runs) - 1
-
-    @property
     def squares(self) -> float:
         """The sum of squares of the logarithms around their mean."""
         return float(numpy.var(self.logs) * len(self.logs))
@@ -145,11 +140,6 @@ class Workload:
     lost: list[Run]
     # Of two cells the interval of log(cost of the first / cost of the second).
     intervals: dict[tuple[Cell, Cell], tuple[float, float]] = field(default_factory=dict)
-
-    def differ(self, one: Cell, other: Cell) -> bool:
-        """Whether the repeats of two cells carry a difference: the interval is without zero."""
-        low, high = self.intervals.get((one, other), (0.0, 0.0))
-        return low > 0 or high < 0
 
     def margin(self, one: Cell, other: Cell) -> float | None:
         """By how much two cells have to differ, as a fraction. None if they were not tested."""
@@ -226,13 +216,11 @@ def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
     )
 
 
-def order_of(cell: Cell) -> tuple[int, str, bool, int, int, int]:
+def order_of(cell: Cell) -> tuple[Any, ...]:
     """Where a cell stands in tables: by strategy, devices, nodes and batch."""
-    setting = cell.setting
-    place = place_of(setting.strategy)
-    batch = setting.global_batch_size or 0
-    checkpointing = setting.activation_checkpointing
-    return place, setting.strategy, checkpointing, setting.devices, setting.nodes, batch
+    setting, place = cell.setting, place_of(cell.setting.strategy)
+    sizes = setting.devices, setting.nodes, setting.global_batch_size or 0
+    return place, setting.strategy, setting.activation_checkpointing, *sizes
 
 
 def find_bases(cell: Cell, cells: list[Cell]) -> None:
@@ -262,9 +250,9 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     for base in repeated:
         cells = [cell for cell in repeated if cell is not base and base in cell.bases.values()]
         if cells and any(map(varies, [base, *cells])):
-            batch = base.setting.batch_per_device
-            equal = [cell for cell in workload.cells if cell.setting.batch_per_device == batch]
-            rivals = sum(cell.is_baseline for cell in equal)
+            same = base.setting.batch_per_device
+            baselines = [cell for cell in workload.cells if cell.is_baseline]
+            rivals = sum(cell.setting.batch_per_device == same for cell in baselines)
             tests.append(functools.partial(dunnett_intervals, base, cells, rivals))
     several = [cell for cell in repeated if cell.devices > 1]
     if len(several) > 1 and any(map(varies, several)):
@@ -280,7 +268,7 @@ def varies(cell: Cell) -> bool:
 def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) -> Intervals:
     """Cells against a baseline. It is the fastest of `rivals` baselines with one batch."""
     groups = [base, *cells]
-    freedom = sum(cell.freedom for cell in groups)
+    freedom = sum(len(cell.runs) - 1 for cell in groups)
     squares = sum(cell.squares for cell in groups)
     repeats = numpy.array([len(cell.runs) for cell in cells])
     point = dunnett_point(len(base.runs), repeats, freedom, 1 - (1 - level) / rivals)

@@ -35,6 +35,8 @@ def find_notes(workload: Workload, twins: Mapping[Run, str] = MappingProxyType({
     slow_hosts = find_slow_hosts(workload)
     for cell in workload.cells:
         steps = cell.figures.steps
+        lows = [one.low or 0 for one in cell.comparisons.values()]
+        over = max(lows, default=0) / cell.devices
         late = max(cell.times) / statistics.median(cell.times) - 1
         found = {
             "single": "measured once" if len(cell.runs) == 1 else "",
@@ -46,7 +48,7 @@ def find_notes(workload: Workload, twins: Mapping[Run, str] = MappingProxyType({
             "order": "not measured in turns" if cell in out_of_turn else "",
             "hosts": slow_hosts.get(cell, ""),
             "twin": next((twins[run] for run in cell.runs if run in twins), ""),
-            "over": over_100_percent(cell),
+            "over": f"efficiency of at least {over:.0%}" if over > 1 else "",
             "loss": wrong_loss(cell),
         }
         cell.notes = {code: words for code, words in found.items() if words}
@@ -63,23 +65,18 @@ def slow_steps(cell: Cell) -> str:
     return f"slow steps cost {share:.0%} of the time" if share > SLOW_STEPS else ""
 
 
-def over_100_percent(cell: Cell) -> str:
-    """More than as many times as fast as devices, by the whole interval of the test."""
-    lows = [one.low / cell.devices for one in cell.comparisons.values() if one.low]
-    return f"efficiency of at least {max(lows):.0%}" if lows and max(lows) > 1 else ""
-
-
 def find_scattered(cells: list[Cell]) -> list[Cell]:
     """The cells whose repeats scatter more than those of the other cells, by Cochran's test of the
     largest variance.
     """
-    squares, freedoms = sum(cell.squares for cell in cells), sum(cell.freedom for cell in cells)
+    freedoms = sum(len(cell.runs) - 1 for cell in cells)
+    squares = sum(cell.squares for cell in cells)
     if len(cells) < 2 or not squares:
         return []
     return [
         cell
         for cell in cells
-        if cell.squares / squares > largest_share(cell.freedom, freedoms, len(cells))
+        if cell.squares / squares > largest_share(len(cell.runs) - 1, freedoms, len(cells))
     ]
 
 

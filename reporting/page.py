@@ -248,9 +248,10 @@ def plain_row(cell: Cell) -> dict[str, Any]:
         "note": ", ".join(cell.notes.values()),
         "fixed": "itself" if one and one.baseline is cell else FIXED[kinds[0]] if one else None,
     }
-    for kind in ("weak", "strong"):
-        row[f"{kind}_speedup"] = getattr(cell.comparisons.get(kind), "speedup", None)
+    speedups = {kind: one.speedup for kind, one in cell.comparisons.items()}
     return row | {
+        "weak_speedup": speedups.get("weak"),
+        "strong_speedup": speedups.get("strong"),
         "speedup": one and one.speedup,
         "efficiency": one and one.efficiency,
         "speedup_from": one and one.low,

@@ -160,6 +160,10 @@ def draw_efficiency(points: list[Point], strong: bool, order: list[str]) -> Any:
 # -------- what a strategy trades
 
 
+def place_of(cell: Cell) -> tuple[int, str, int]:
+    return cell.devices, cell.setting.shape, cell.setting.batch_per_device or 0
+
+
 def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
     """In words the shape and the batch per device that most strategies have, of these those with
     the most devices. And the cells of which speed and memory are known: the baseline with which
@@ -170,19 +174,13 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
         for cell in workload.cells
         if cell.figures.samples_per_second and cell.figures.training_memory_mb
     ]
-    places = {
-        (cell.devices, cell.setting.shape, cell.setting.batch_per_device, cell.name)
-        for cell in known
-        if cell.devices > 1
-    }
-    counts = Counter(place[:3] for place in places)
+    counts = Counter(place_of(cell) for cell in known if cell.devices > 1)
     if not counts:
         return "", []
-    most = max(counts, key=lambda place: (counts[place], *place[:2], place[2] or 0))
+    most = max(counts, key=lambda place: (counts[place], *place))
     fastest: dict[str, Cell] = {}
     for cell in sorted(known, key=lambda cell: cell.cost):
-        setting = cell.setting
-        if (cell.devices, setting.shape, setting.batch_per_device) == most:
+        if place_of(cell) == most:
             base = cell.comparison and cell.comparison.baseline
             if base in known:
                 fastest = {"": base} | fastest
