@@ -20,7 +20,7 @@ from test_report import (
     run_report,
 )
 
-from reporting import times
+from reporting import page, times
 
 NO_TIMINGS = {  # name: what the record has, and how the report calls it
     "stopped": ({"status": "preempted"}, "preempted: stopped before its end"),
@@ -176,6 +176,7 @@ def test_no_script_link_code_or_formula_comes_out_of_a_record(tmp_path, capsys):
     assert set(re.findall(r"<\s*/?\s*(\w+)", body)) <= set(known.split())
     sources = set(re.findall(r'(?:src|href)="(.*?)[;"]', body))
     assert sources == {"data:image/svg+xml"}
+    assert page.plain("__init__ a_b") == r"\_\_init\_\_ a_b"
     assert html.unescape(body).count(LINK[:44]) > 3 and html.escape(EVIL[:20]) in body
     drawn = "".join(path.read_text() for path in folder.glob("*.svg"))
     assert "<script" not in drawn and LINK[:24] in html.unescape(drawn)
