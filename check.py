@@ -30,8 +30,8 @@ WORK_SECONDS = 0.005  # of computing before each collective, about as long as a 
 REPEATS, SECONDS = 20, 0.25  # each size is measured so often, or, if that takes longer, so long
 TOO_SLOW = 1.0  # seconds: a collective that takes longer is not measured with more bytes
 FEWEST = 3  # points of a line: there is always one through two
-# A message that takes so many times as long as one 100 times as large was disturbed. Without any
-# disturbance, small messages take equally long, or nearly so.
+# A message is "disturbed" if it takes over so many times as long as one that is 100 times as large.
+# Undisturbed small messages take about equally long, so a factor of 1 would find some by chance.
 DISTURBED = 1.5
 
 # Each takes a whole tensor, a part of it for each rank, and the rank that sends or receives alone.

@@ -37,8 +37,6 @@ def parse_args():
     for path in (args.folder, args.times):
         if path and not path.exists():
             parser.error(f"there is no {path}")
-    if args.folder and not args.folder.is_dir():
-        parser.error(f"{args.folder} is no folder; unpack an archive first: tar -xf {args.folder}")
     args.output_dir = args.output_dir or args.folder or Path(".")
     return args
 

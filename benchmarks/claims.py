@@ -85,7 +85,7 @@ def report_of(logs, order):
             began = start + timedelta(minutes=place)
             runs.append(Run("", {"script": "simulated"}, setting, figures=figures, began=began))
     [workload] = find_workloads(runs)
-    find_notes(workload)
+    find_notes(workload, {})
     return workload
 
 

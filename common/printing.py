@@ -31,11 +31,10 @@ def show_seconds(seconds):
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
 
 
-def some(names):
-    """Names in a row; of more than five, four."""
-    if len(names) > 5:
-        names = [*names[:4], f"and {len(names) - 4} more"]
-    return ", ".join(names)
+def listed(names, most=5):
+    """Names in a row; of the others, how many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def stop(problem):

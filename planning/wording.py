@@ -2,6 +2,7 @@
 
 import math
 
+from common.printing import listed
 from planning.comparing import EXPLAIN, relative
 
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
@@ -30,8 +31,7 @@ def tell(found, resumed=False):
 
 def some(names):
     """The tensors nearest to the loss first, three at most."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[::-1][:3]) + more
+    return listed(names[::-1], 3)
 
 
 def same_step(d, kind):

@@ -4,7 +4,7 @@ A sentence calls a cell faster than another one only where the tests say so. rep
 the table below them.
 """
 
-from common.printing import show_seconds, some
+from common.printing import listed, show_seconds
 from common.strategies import label_of
 from reporting.comparing import Workload
 
@@ -26,7 +26,7 @@ def say_baseline(workload: Workload) -> str:
             f"{show_seconds(cell.figures.seconds)} s" + (f" ({cell.apart})" if cell.apart else "")
             for cell in cells
         ]
-        return f"The baseline, one device, trains in {some(times)}."
+        return f"The baseline, one device, trains in {listed(times)}."
     checkpointing = any(cell.setting.activation_checkpointing for cell in workload.cells)
     return (
         "There is no speedup, as there is no run of accelerate_configs/baseline.yaml of this work "
@@ -60,7 +60,7 @@ def say_fastest(workload: Workload) -> str:
     margins = [(other, workload.margin(best, other) or 0) for other in others]
     close = [other.label for other, far in margins if other.cost / best.cost - 1 <= far]
     if close:
-        return f"{text}; its repeats do not tell it apart from {some(close)}."
+        return f"{text}; its repeats do not tell it apart from {listed(close)}."
     if others:
         gap, enough = percent(others[0].cost / best.cost - 1), percent(margin)
         text += f"; it is {gap} faster than {others[0].label} ({enough} would be enough)"
@@ -73,4 +73,4 @@ def say_missing(workload: Workload) -> str:
         f"{label_of(run.setting.strategy)} on {run.setting.shape} ({run.problem.split(':')[0]})"
         for run in workload.lost
     ]
-    return f"Missing: {some(list(dict.fromkeys(cells)))}." if cells else ""
+    return f"Missing: {listed(list(dict.fromkeys(cells)))}." if cells else ""

@@ -8,14 +8,12 @@ independent. Each weakness has a code, which reporting/how-to-read.md explains.
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
 from datetime import datetime
-from types import MappingProxyType
 
 from scipy.stats import f as f_distribution
 from scipy.stats import ttest_ind
 
-from common.printing import some
+from common.printing import listed
 from reporting.comparing import Cell, Workload, varies
 from reporting.records import Run
 
@@ -27,7 +25,7 @@ FAR = 0.1  # of the baseline's first loss: a last loss that differs by more is a
 SLOWER = 0.01  # a host, by hosts' means: what is less is not worth a word
 
 
-def find_notes(workload: Workload, twins: Mapping[Run, str] = MappingProxyType({})) -> None:
+def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
     """Set the notes of each cell, {code: in words}; `twins` are those of `find_twins`."""
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     equal = len(repeated) > 1 and not any(map(varies, repeated))
@@ -114,11 +112,12 @@ def find_twins(runs: list[Run]) -> dict[Run, str]:
     """Of runs that began in the same second on the same host as another one: which these are."""
     places: dict[tuple[datetime, str], list[Run]] = {}
     for run in runs:
-        for host in {rank.host for rank in run.ranks if run.began}:
-            assert run.began
-            places.setdefault((run.began.replace(microsecond=0), host), []).append(run)
+        if run.began:
+            second = run.began.replace(microsecond=0)
+            for host in {rank.host for rank in run.ranks}:
+                places.setdefault((second, host), []).append(run)
     return {
-        run: f"{some([one.name for one in twins])} began in the same second on {host}"
+        run: f"{listed([one.name for one in twins])} began in the same second on {host}"
         for (_, host), twins in places.items()
         for run in twins
         if len(twins) > 1

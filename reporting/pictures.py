@@ -160,7 +160,7 @@ def draw_efficiency(points: list[Point], strong: bool, order: list[str]) -> Any:
 # -------- what a strategy trades
 
 
-def place_of(cell: Cell) -> tuple[int, str, int]:
+def shape_and_batch(cell: Cell) -> tuple[int, str, int]:
     return cell.devices, cell.setting.shape, cell.setting.batch_per_device or 0
 
 
@@ -174,13 +174,13 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
         for cell in workload.cells
         if cell.figures.samples_per_second and cell.figures.training_memory_mb
     ]
-    counts = Counter(place_of(cell) for cell in known if cell.devices > 1)
+    counts = Counter(shape_and_batch(cell) for cell in known if cell.devices > 1)
     if not counts:
         return "", []
     most = max(counts, key=lambda place: (counts[place], *place))
     fastest: dict[str, Cell] = {}
     for cell in sorted(known, key=lambda cell: cell.cost):
-        if place_of(cell) == most:
+        if shape_and_batch(cell) == most:
             base = cell.comparison and cell.comparison.baseline
             if base in known:
                 fastest = {"": base} | fastest

@@ -112,13 +112,16 @@ class Run:
 
 def make_run(record: Record, path: Path, folder: Path) -> Run:
     """A record as a Run."""
-    log = find_log(path, record, folder)
-    problem = STATUS[record.status]
-    if log and record.status == "running":
+    log, problem = find_log(path, record, folder), STATUS[record.status]
+    if record.status == "running" and log:
         problem += f": see {log}"
-    problem = problem or ("resumed: not a timing" if record.resumed_from else "")
-    problem = problem or (PROFILED if record.profiled else "")
-    problem = problem or ("" if record.steps else EVALUATED) or find_contradiction(record)
+    if record.status == "completed":
+        if record.resumed_from:
+            problem = "resumed: not a timing"
+        elif record.profiled:
+            problem = PROFILED
+        else:
+            problem = find_contradiction(record) if record.steps else EVALUATED
     inside = path.parent.resolve() == folder.resolve()
     return Run(
         name=folder.resolve().name if inside else os.path.relpath(path.parent, folder),
@@ -235,7 +238,8 @@ def find_files(folder: Path, name: str) -> list[Path]:
             continue
         seen.add(real)
         folders.sort()
-        found += [Path(here) / name] if name in files + folders else []
+        if name in files + folders:
+            found.append(Path(here) / name)
     return sorted(found)
 
 

@@ -27,6 +27,7 @@ class Strict(BaseModel):
 
 
 def limit(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options. Raises ValueError if they are too long."""
     if len(json.dumps(options)) > LONGEST:
         raise ValueError(f"it has more than {LONGEST:,} characters")
     return options

@@ -1,5 +1,6 @@
 """Times that were measured by hand, as runs."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -58,11 +59,26 @@ def parse_count(name: str, text: str) -> int:
     return int(match[1])
 
 
+def split_row(line: str, separator: str, names: list[str]) -> dict[str, str]:
+    """A line as {column: text}. Raises ValueError if it has more or fewer columns than names."""
+    try:
+        values = next(csv.reader([line], delimiter=separator, skipinitialspace=True))
+    except csv.Error as problem:
+        raise ValueError(problem) from None
+    while len(values) > len(names) and not values[-1].strip():
+        values.pop()
+    if len(values) == len(names) + 1 and separator == "," and names[-1] == "seconds":
+        decimals = values.pop()  # 186,6 or 0m2,513s in a file with commas between its columns
+        values[-1] += "," + decimals
+    if len(values) != len(names):
+        raise ValueError(f"it has {len(values)} columns, and the first line names {len(names)}")
+    return dict(zip(names, values, strict=True))
+
+
 def make_run(row: dict[str, str], file: str, line: int, decimal_commas: bool) -> Run:
     """A row as a Run. Raises ValueError."""
-    empty = [name for name in COLUMNS if not (row.get(name) or "").strip()]
-    if empty:
-        raise ValueError(f"it has no {empty[0]}")
+    if not row["strategy"].strip():
+        raise ValueError("the strategy has no name")
     return Run(
         name=f"line {line}",
         workload={"script": f"measured by hand, {file}"},
@@ -84,23 +100,22 @@ def read_times(path: Path) -> tuple[list[Run], list[str]]:
     except ValueError as problem:
         raise ValueError(f"{path} is no text: {problem}") from None
     separator = max(",;\t", key=head.count)
-    names = [name.strip(' "').lower() for name in head.split(separator)]
+    names = [name.strip(' "').lower() for name in head.rstrip(f" {separator}").split(separator)]
     missing = [name for name in COLUMNS if names.count(name) != 1]
     if missing:
         raise ValueError(
             f"{path}: no column {missing[0]}, or two; the first line names {','.join(COLUMNS)}"
         )
     rows: dict[int, dict[str, str]] = {}
-    for number, line in enumerate(lines, 2):
-        values = [value.strip(' "') for value in line.split(separator)]
-        if any(values):
-            rows[number] = dict(zip(names, values, strict=False))
-            more = [value for value in values[len(names) :] if value]
-            if more and names[-1] == "seconds":  # 186,6 in a file with commas between its columns
-                rows[number]["seconds"] += "," + ",".join(more)
-    decimal_commas = any(re.search(r"\d,\d", row.get("seconds", "")) for row in rows.values())
     runs: list[Run] = []
     notes = []
+    for number, line in enumerate(lines, 2):
+        try:
+            if line.strip(" \t,;"):
+                rows[number] = split_row(line, separator, names)
+        except ValueError as problem:
+            notes.append(one_line(f"skipped {path}, line {number}: {problem}"))
+    decimal_commas = any(re.search(r"\d,\d", row["seconds"]) for row in rows.values())
     for number, row in rows.items():
         try:
             runs.append(make_run(row, path.name, number, decimal_commas))
