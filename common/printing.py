@@ -26,9 +26,9 @@ def one_line(problem):
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
-def show_seconds(seconds):
-    """With two decimals, or two digits if these are smaller: 12.35, 0.0021."""
-    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
+def show_seconds(seconds, decimals=2):
+    """With these decimals, or two digits if there is less to show: 12.35, 0.0021."""
+    return f"{seconds:.{decimals}f}" if seconds >= 10 ** (1 - decimals) else f"{seconds:.2g}"
 
 
 def listed(names, most=5):

@@ -167,7 +167,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         "seconds": show_seconds(figures.seconds),
         "fastest-slowest": "-".join(show_seconds(pick(cell.times)) for pick in (min, max)),
         "samples": show(samples, "{:,.0f}"),
-        "ms per sample": samples and f"{1000 * cell.cost:.3g}",
+        "ms per sample": samples and show_seconds(1000 * cell.cost, 3),
         "total": figures.total_seconds and show_seconds(figures.total_seconds),
         "last loss": show(figures.last_loss, "{:.6f}"),
         "peak MB": show(figures.peak_memory_mb, "{:,.0f}"),
