@@ -62,7 +62,6 @@ MEASURED = [  # what differs from run to run, or from machine to machine
     r'"(startup|train|eval|total|samples_per_second|\w+_mb)": [\d.]+',
     r"(?<![\d.])\d+ ?%",  # a share of time; accuracies have decimals
     r"(?<=\| )\d+\.\d\d(?= +\|)|(?<=\| )single[a-z, ]*",  # seconds, speedup, and what to mind
-    r", disturbed: .*$",
     r"(?<=libraries and data) +[\d,]+|(?<=^total) +[\d,]+",
     r"[1-9](\.\d)?e-0[3-9]",  # differences by rounding
     r"(?<=process )\d+|(?<=^step_)\d+|(?<=killed/checkpoints/step_)\d+",
@@ -103,6 +102,7 @@ def parts(line):
     """The words of a line with an N for each number that is the same everywhere, and an M for what
     was measured; and these numbers.
     """
+    line = re.sub(", disturbed: .*", "", line)  # which messages were, if any, is chance
     words = re.sub(r"[\s|]+", " ", MEASURED.sub("M", line)).strip()
     return NUMBER.sub("N", words), NUMBER.findall(words)
 
