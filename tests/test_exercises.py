@@ -5,15 +5,17 @@ import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import check_ex9
 import check_ex10
+import compare
 import grade
 import pytest
 import warm
 import watch
-from conftest import ROOT, anchor, run
+from conftest import ROOT, anchor
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
@@ -157,17 +159,23 @@ RECORD |= {"loss_history": [[1, 2.0], [2, 1.0]], "versions": {"deepspeed": None}
 
 
 @pytest.fixture
-def compared(tmp_path):
+def compared(tmp_path, monkeypatch, capsys):
     """A function that compares the record of a run `one` with that of a run `two`."""
 
-    def compare(*records):
+    def tell(*records):
         folders = [tmp_path / "one", tmp_path / "two"]
         for folder, record in zip(folders, records, strict=True):
             folder.mkdir(exist_ok=True)
             (folder / "run.json").write_text(json.dumps(record))
-        return run([sys.executable, "docs/lab/compare.py", *folders])
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, folders)])
+        stopped = ""
+        try:
+            compare.main()
+        except SystemExit as end:
+            stopped = end.code
+        return SimpleNamespace(out=capsys.readouterr().out, err=stopped, code=bool(stopped))
 
-    return compare
+    return tell
 
 
 def test_compare_says_what_can_explain_other_losses(compared):
