@@ -1,14 +1,17 @@
 #!/bin/bash
-# Train on two nodes, one GPU on each. Fill one node first (sbatch/1node.sh): the GPUs of a node
-# talk to each other faster than nodes do (docs/before-you-scale.md). From the project's root:
+# Train on two nodes, one GPU on each. It launches as sbatch/simple.sh does, and adds (launch.sh):
+#   checks    before it trains: does each node have the GPUs, accelerate and the disk?
+#   a lock    on the output directory, so that no second job writes there
+#   a requeue after an interruption: the ranks save, and the job continues in the same log
+# Fill one node first (sbatch/1node.sh): the GPUs of a node talk to each other faster than nodes do
+# (docs/before-you-scale.md). From the project's root:
 #   sbatch sbatch/2node.sh                                                  BERT on SQuAD under DDP
 #   sbatch sbatch/2node.sh accelerate_configs/fsdp.yaml train_bert_squad.py --num_epochs 2
 #   sbatch sbatch/2node.sh accelerate_configs/zero3.yaml --mixed_precision bf16 train_bert_squad.py
 #   sbatch --nodes=4 --gres=gpu:2 --cpus-per-task=8 sbatch/2node.sh accelerate_configs/fsdp.yaml
 #   PROCESSES_PER_NODE=4 sbatch --gres=none sbatch/2node.sh                 on a CPU partition
 # Flags of `accelerate launch` come after the YAML, flags of the script after the script. Partition,
-# account and modules belong in sbatch/site.sh. A job that is interrupted queues itself again and
-# continues in the same log.
+# account and modules belong in sbatch/site.sh.
 #SBATCH --job-name=2node
 #SBATCH --nodes=2
 #SBATCH --gres=gpu:1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Is the cluster fit? Hosts, GPUs, and how fast the nodes talk, in a minute or two:
+# Is the cluster ready? Hosts, GPUs, and how fast the nodes talk, in a minute or two:
 #   sbatch sbatch/check.sh
 # sbatch's options choose other shapes, as for 2node.sh.
 #SBATCH --job-name=check

@@ -14,6 +14,6 @@ load_site() { # a function, as conda would take the arguments of the script for 
     set +u # what modules and conda read is not always set
     source sbatch/site.sh || fail "sbatch/site.sh ended with an error"
     set -u
-    # Only the launcher gets it: a baseline would take itself for one of several ranks.
+    # Only the launcher gets it. With it, a baseline would think that it is one of several ranks.
     export -n MASTER_ADDR
 }

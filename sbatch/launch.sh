@@ -12,8 +12,6 @@ source sbatch/common.sh
 # -------------------------------------------------------------------------------------- what to run
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this runs inside a Slurm job: sbatch sbatch/2node.sh"
-[ -z "${SLURM_HET_SIZE:-}" ] ||
-    fail "in a heterogeneous job, only the first part would compute: ask for nodes of one kind"
 warned='' stopped=''
 trap 'warned=${warned:-$SECONDS}' USR1 USR2 # the time is nearly over
 trap 'stopped=1' TERM                       # scancel, preemption, requeue: Slurm ends the job
@@ -33,10 +31,7 @@ else
 fi
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
-# One key a line, however the file is written. Where there is no python, the nodes will say so.
-settings=$(python -c 'import sys, yaml
-print(yaml.safe_dump(yaml.safe_load(open(sys.argv[1])), default_flow_style=False))' "$config" \
-    2>/dev/null) || settings=$(<"$config")
+settings=$(<"$config")
 ! grep "^gpu_ids" <<<"$settings" | grep -qv all ||
     fail "$config has gpu_ids, but Slurm says which GPUs are yours: leave it out"
 for flag in "${launcher_flags[@]}"; do
@@ -45,14 +40,10 @@ for flag in "${launcher_flags[@]}"; do
             __config_file* | __gpu_ids*)
             fail "${flag%%=*} comes from what Slurm granted:" \
                 "ask sbatch for it, with --nodes and --gres" ;;
-        __dynamo_backend*)
-            ! grep -q "^distributed_type: DEEPSPEED" <<<"$settings" ||
-                fail "accelerate (up to 1.15) drops ${flag%%=*} under DeepSpeed: leave it out," \
-                    "or use accelerate_configs/fsdp.yaml" ;;
     esac
 done
 
-# The output directory is this job's, so that it finds its own checkpoints when it runs again.
+# Each job has its own output directory, so it finds its checkpoints when it runs again.
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 own=runs/$(basename "$script" .py)-$(basename "${config%.*}")-$job previous=''
@@ -76,7 +67,7 @@ cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}} # of the one task on each
 on_each_node=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cores"
     --export=ALL)
 # A step has the GPUs that were asked for. This shell has all of its node, if that is exclusive.
-# Each node looks for a file of this shell, which a network disk may show it late.
+# Each node looks for a file that this shell makes. On a network disk, it may appear late.
 export PROOF=$output/.job-$job DISK_TIMEOUT=${DISK_TIMEOUT:-60} NODES_TIMEOUT=${NODES_TIMEOUT:-600}
 touch "$PROOF" || fail "cannot write into $output"
 # shellcheck disable=SC2016
@@ -108,7 +99,7 @@ read -r first gpus < <(sed -n 's/^ *0: \(.*\): \([0-9]*\) GPU(s), .*/\1 \2/p' <<
 per_node=$gpus
 [ "$gpus" -gt 0 ] || per_node=${PROCESSES_PER_NODE:-1}
 [[ $per_node =~ ^[1-9][0-9]*$ ]] ||
-    fail "PROCESSES_PER_NODE must be a number from 1 on, got '$per_node'"
+    fail "PROCESSES_PER_NODE must be a positive number, got '$per_node'"
 if grep -Eq "^distributed_type: *['\"]?NO" <<<"$settings"; then # baseline or DP: one process
     [ "$nodes" = 1 ] || fail "$config is one process on one node, but the job has $nodes nodes:" \
         "use sbatch/1node.sh for it, or accelerate_configs/ddp.yaml on several nodes"
@@ -119,8 +110,8 @@ elif [ "$gpus" -gt 0 ] && [ $((cores / gpus)) -lt 4 ]; then
     echo "warning: $cores core(s) for $gpus GPU(s), where the wrappers ask for 4 each: times do" \
         "not compare; ask for as many, with --cpus-per-task=$((4 * gpus))"
 fi
-# Rank 0 of a run holds this lock. A job that is queued again waits here for ranks of its last
-# attempt that still save.
+# Rank 0 of a run holds this lock. Ranks of an earlier attempt may still be saving, so a job that is
+# queued again waits here.
 taken="another run is writing into $output"
 locked() { # a file system without locks gives another exit code
     flock "$@" --conflict-exit-code 75 "$output/.lock" true
@@ -178,7 +169,7 @@ rm -f "$FIRST_NODE_ENDED"
 srun=$! code=unknown
 while kill -0 "$srun" 2>/dev/null; do
     [ ! -e "$FIRST_NODE_ENDED" ] || left=${left:-$SECONDS}
-    # Again and again, as a rank that is just starting does not listen yet.
+    # Again and again, because a rank that is just starting does not listen yet.
     if [ -n "$warned" ]; then kill -USR1 "$srun"; fi
     # srun waits for ever for a node that it cannot reach, and a rank may be too busy to stop.
     [ $((SECONDS - ${left:-$SECONDS})) -lt 30 ] || break
@@ -201,7 +192,7 @@ if status_is failed && [ -n "$new" ]; then
 fi
 advice="the same sbatch with --output_dir $output continues where it stopped"
 [ -z "$stopped" ] || fail "ended by Slurm; if it does not run again by itself, $advice"
-# Queued again only if it got further, so that what fails anew each time comes to an end.
+# The job is queued again only if it got further. A job that always fails would never end.
 [ "$(checkpoint)" != "$before" ] ||
     fail "not completed, and without a new checkpoint, so not queued again; see above"
 echo "not completed, but saved as far as $(checkpoint): queued again"

@@ -48,7 +48,7 @@ script=${1:-train_bert_squad.py}
 [ $# = 0 ] || shift # what is left are the script's flags
 [ -f "$script" ] || fail "no script or option $script (--help lists the options)"
 [[ $repeats,$minutes =~ ^[1-9][0-9]*,[1-9][0-9]*$ ]] ||
-    fail "--repeats and --minutes must be numbers from 1 on"
+    fail "--repeats and --minutes must be positive numbers"
 [ ! -e "$output_dir/sweep.csv" ] || fail "$output_dir has a sweep: choose another --output_dir"
 gres=${SWEEP_GRES:-gpu} unit=GPU here=2 # or the GPUs of this machine
 [ "$gres" != none ] || unit=core here=0
@@ -107,9 +107,9 @@ fi
 plan=$output_dir/sweep.csv report=(python report.py "$output_dir")
 mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan" || exit 1
 [ -z "$local" ] || printf '%s,\n' "${cells[@]}" >>"$plan"
-# A site may set SBATCH_EXPORT=NONE, but a job needs what stands before its `sbatch`. A run that was
-# resumed is no timing, so no job is queued again: it would cost more than was said, for nothing.
-# Slurm fills in what stands behind a %.
+# A site may set SBATCH_EXPORT=NONE, but a job needs the variables in front of its `sbatch`. No job
+# is queued again: the time of a resumed run is not comparable, and would cost extra. In names of
+# logs, Slurm fills in what follows a %.
 submit=(sbatch --parsable --export=ALL --no-requeue) logs=${output_dir//%/%%}
 last='' failed=0
 for cell in "${cells[@]}"; do
@@ -122,8 +122,8 @@ for cell in "${cells[@]}"; do
     if [ -n "$local" ]; then
         log=$output_dir/$run.log
         echo "$(date +%T) $run; its output goes to $log"
-        # One thread per device, also if your shell has another number, which accelerate would take:
-        # with more, the processes of a shape could share cores that a baseline has for itself.
+        # One thread per device, whatever your shell says: with more, several processes might share
+        # cores that a baseline has for itself.
         environment=(OMP_NUM_THREADS=1) processes=$gpus
         if [ "$strategy" = dp ]; then # one process, which uses all GPUs that it sees
             seen=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}

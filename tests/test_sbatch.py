@@ -5,16 +5,13 @@ import fcntl
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from conftest import QUICK_CHECK, ROOT, RUNGS, launch, run
 from test_bert import TINY
 
@@ -45,19 +42,16 @@ def start(cluster, tmp_path):
     return submit
 
 
-# It saves and ends when it is told to stop, and is completed when it runs again.
+# It saves and ends when it is told to stop. When it runs again, it ends without a new checkpoint.
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path
 folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 checkpoint = folder / "checkpoints" / "step_00000001"
-again = checkpoint.exists()
 signal.signal(signal.SIGUSR1, lambda *_: checkpoint.mkdir(parents=True, exist_ok=True))
 (folder / f"rank_{os.environ['RANK']}").write_text(os.environ["MASTER_PORT"])
-while not (checkpoint.exists() or (folder / "go").exists()):
+while not checkpoint.exists():
     time.sleep(0.1)
-if again or not checkpoint.exists():
-    (folder / "run.json").write_text('{"status": "completed"}')
 """
 
 
@@ -69,18 +63,16 @@ def project(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "tests" / "probe.py", folder)
     configs = folder / "accelerate_configs"
-    settings = yaml.safe_load((configs / "ddp.yaml").read_text()) | {"gpu_ids": "0,1"}
-    (configs / "flow.yaml").write_text(json.dumps(settings))  # as YAML may be, too
+    (configs / "ids.yaml").write_text((configs / "ddp.yaml").read_text() + "gpu_ids: '0,1'\n")
     (folder / "saves.py").write_text(SAVES)
     (folder / "check.py").write_text(QUICK_CHECK)
     (folder / "common").symlink_to(ROOT / "common")
     with open(folder / "sbatch" / "site.sh", "a") as site:
-        site.write("export FROM_THE_SITE_FILE='read it' MASTER_ADDR=${ADDRESS:-}\n")
+        site.write("export FROM_THE_SITE_FILE=read_it$* MASTER_ADDR=${ADDRESS:-}\n")
         site.write("SRUN_OPTIONS=(--cpu-bind=none env FROM_SRUN='two words')\n")
-    for name, does in {"scontrol": "exit 127", "nvidia-smi": "echo GPU 0: A100; exit 0"}.items():
-        (folder / name).mkdir()
-        (folder / name / name).write_text(f"#!/bin/sh\n{does}\n")
-        (folder / name / name).chmod(0o755)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: A100\n")
+    (folder / "bin" / "nvidia-smi").chmod(0o755)
     return folder
 
 
@@ -95,80 +87,86 @@ OTHERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "zer
 def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_says(
     name, start, tmp_path
 ):
-    """The bytes are those of ten steps that the nodes' network cards count. DDP needs no YAML. HSDP
-    has two processes on each node, and shards inside it. Only gradients leave a node: of a shard
-    from each rank, by an all-reduce of two, which sends its bytes once. The others make the calls
-    of dry runs, so after a change of them: `pytest -m matrix -k two_nodes`.
+    """The bytes are those of ten steps that the nodes' network cards count. HSDP has two processes
+    on each node, and shards inside it, so only gradients leave a node: each rank sends those of its
+    shard once. After a change of the strategies in the matrix: `pytest -m matrix -k two_nodes`.
     """
     script = "train_mnist_rnn" if name in ("ddp", "hsdp") else "train_bert_squad"
-    words = [] if name == "ddp" else [f"accelerate_configs/{name}.yaml"]
-    words = ["sbatch/2node.sh", *words, "tests/spy.py", *WORK[script]]
-    env = {"SPY_SCRIPT": script, "SPY_WIRE": str(tmp_path)}
-    hosts, gpus = ["n1", "n2"], 1
+    words = ["sbatch/2node.sh", f"accelerate_configs/{name}.yaml", "tests/spy.py", *WORK[script]]
+    env, hosts = {"SPY_SCRIPT": script, "SPY_WIRE": str(tmp_path)}, ["n1", "n2"]
     if name == "hsdp":
         words = ["--gres=none", *words, "--per_device_train_batch_size", "4"]
         env["PROCESSES_PER_NODE"] = "2"
-        hosts, gpus = ["n1", "n1", "n2", "n2"], 0
+        hosts = ["n1", "n1", "n2", "n2"]
     job = start(*words, "--output_dir", tmp_path / "run", env=env)
-    log, record = job(), read(tmp_path / "run" / "run.json")
-    for line in (f"n1: {gpus} GPU(s), 4 core(s)", f"n2: {gpus} GPU(s)"):
-        assert line in log and f"--num_processes {len(hosts)}" in log
+    job()
+    record = read(tmp_path / "run" / "run.json")
     assert (record["status"], record["nodes"]) == ("completed", 2)
     assert record["strategy"] == name.split("_")[0] and record["slurm_job_id"] == job.job
     assert [(rank["rank"], rank["host"]) for rank in record["ranks"]] == [*enumerate(hosts)]
     alone = launch("ddp", f"{script}.py", tmp_path / "alone", *WORK[script]).record
     losses = [[loss for _, loss in run["loss_history"]] for run in (record, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 12
-    options = record["strategy_options"]
-    if name == "hsdp":
-        assert (options["dp_replicate_size"], options["dp_shard_size"]) == ("2", "2")
     # Copies of the parameters that two ranks send over gloo, which has no reduce-scatter.
     copies = {"ddp": 1, "hsdp": 1, "zero1": 1.25, "zero2": 1.25, "fsdp": 2, "zero3": 1.5}
-    keeps = options.get("reshard_after_forward") == "false"
+    keeps = record["strategy_options"].get("reshard_after_forward") == "false"
     formula = (copies[record["strategy"]] - keeps / 2) * 4 * record["parameters"]
     counted = [read(tmp_path / f"wire_{rank}.json") for rank in (0, len(hosts) - 1)]
     sent = sum(last - first for first, last in counted) / 10 / 2
     assert sent == pytest.approx(formula, rel=0.05)
 
 
+FAILS = """
+import os, time
+import torch.distributed as dist
+print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.uname().nodename, flush=True)
+dist.init_process_group("gloo")  # where all ranks meet
+if dist.get_rank() != 3:
+    time.sleep(30)
+raise SystemExit("the end of a rank")
+"""
+
+
+def test_the_simple_job_ends_when_a_rank_fails(start, tmp_path):
+    """It needs a YAML and a script. Slurm granted it two GPUs on each node."""
+    shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
+    (tmp_path / "train_mnist_rnn.py").write_text(FAILS)
+    words = "--gpus-per-node=2", ROOT / "sbatch" / "simple.sh"
+    log = start(*words, cwd=tmp_path, state="FAILED")()
+    ranks = sorted(re.findall("^. of 4 n.$", log, re.M))
+    assert ranks == ["0 of 4 n1", "1 of 4 n1", "2 of 4 n2", "3 of 4 n2"]
+    assert log.count("the end of a rank") == 1, "n1 went on alone"
+
+
 WORLD = {  # of six ranks on two nodes
     "WORLD_SIZE": "6",
-    "LOCAL_WORLD_SIZE": "3",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3",
-    "MASTER_ADDR": "n1",
-    "OMP_NUM_THREADS": "1",
-    "FROM_THE_SITE_FILE": "read it",
+    "MASTER_ADDR": "10.99.0.11",
+    "OMP_NUM_THREADS": "2",
+    "FROM_THE_SITE_FILE": "read_it",  # without $*: conda would take them for its own arguments
     "FROM_SRUN": "two words",
     "ACCELERATE_MIXED_PRECISION": "bf16",
-    "PYTHONFAULTHANDLER": "1",
-    "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
 
 def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
-    """GPUs from Slurm, arguments as they were typed, what site.sh says, and a log of each rank. One
-    job finds no scontrol, and one finds GPUs that Slurm did not grant.
+    """GPUs from Slurm, arguments as they were typed, what site.sh says, and a log of each rank. The
+    last job finds a GPU that Slurm did not grant, and has the environment of another job's shell.
     """
     monkeypatch.delenv("OMP_NUM_THREADS")  # A job then has as many as the cores allow.
     odd = ["it's", 'a "b"  c', "$HOME", "*", "", "--output_dir=~/gp us"]
-    words = "--exclusive --gres=gpu:a100:3 sbatch/2node.sh accelerate_configs/hsdp.yaml"
-    env = {"HOME": str(tmp_path), "PATH": f"{project}/scontrol:{os.environ['PATH']}"}
-    probe = ["--mixed_precision", "bf16", "probe.py", *odd]
-    gpus = start(*words.split(), *probe, cwd=project, env=env)
-    words = "--gres=none sbatch/2node.sh accelerate_configs/ddp.yaml --tee 3 --log_dir".split()
-    env = {"PROCESSES_PER_NODE": "2", "TORCH_FR_BUFFER_SIZE": "0", "ADDRESS": "10.99.0.11"}
-    probe = [tmp_path / "logs", "probe.py", "--output_dir", tmp_path / "cpus"]
-    cpus = start(*words, *probe, cwd=project, env=env)
-    # A disk that this node lacks, and what the shell of another job has.
-    env = {"PATH": f"{project}/nvidia-smi:{os.environ['PATH']}", "TMPDIR": "/proc/none"}
-    env |= {"SLURM_MEM_PER_CPU": "9", "SLURM_MEM_PER_NODE": "9", "SLURM_CPU_BIND": "unknown"}
+    words = "--exclusive --gres=gpu:a100:3 --cpus-per-task=6 sbatch/2node.sh".split()
+    words += ["accelerate_configs/hsdp.yaml", "--mixed_precision", "bf16", "--tee", "3"]
+    words += ["--log_dir", tmp_path / "logs", "probe.py", *odd]
+    gpus = start(*words, cwd=project, env={"HOME": str(tmp_path), "ADDRESS": "10.99.0.11"})
+    env = {"PATH": f"{project}/bin:{os.environ['PATH']}", "SLURM_CPU_BIND": "unknown"}
+    env |= {"SLURM_MEM_PER_CPU": "9", "SLURM_MEM_PER_NODE": "9"}
     hidden = start("--gres=none", "sbatch/1node.sh", "probe.py", cwd=project, env=env)
-    assert "warning: 4 core(s) for 3 GPU(s)" in gpus()
-    cpus()
+    assert "warning: 6 core(s) for 3 GPU(s)" in gpus()
     assert "warning: n1 has 1 GPU(s), of which Slurm granted none" in hidden()
-    assert [len([*tmp_path.glob(f"logs/*/attempt_0/{rank}/*.log")]) for rank in (0, 1)] == [4, 4]
+    assert len([*tmp_path.glob("logs/*/attempt_0/[012]/std*.log")]) == 12
 
     seen = [read(tmp_path / "gp us" / f"rank_{rank}.json") for rank in range(6)]
     assert [rank["host"] for rank in seen] == ["n1"] * 3 + ["n2"] * 3
@@ -177,10 +175,6 @@ def test_what_ranks_find_on_the_nodes(start, project, tmp_path, monkeypatch):
         assert len(rank["CUDA_VISIBLE_DEVICES"].split(",")) == 3, "of the four of the node"
         assert rank["command"][1:] == ["--resume", "--output_dir", own, *odd]
         assert rank.items() >= WORLD.items()
-    last = read(tmp_path / "cpus" / "rank_3.json")
-    assert (last["host"], last["WORLD_SIZE"], last["TORCH_FR_BUFFER_SIZE"]) == ("n2", "4", "0")
-    assert (last["MASTER_ADDR"], last["OMP_NUM_THREADS"]) == ("10.99.0.11", "2")
-    assert last["MASTER_PORT"] != seen[0]["MASTER_PORT"]
 
 
 def test_a_task_of_an_array_is_queued_again_alone(cluster, project, tmp_path):
@@ -189,14 +183,12 @@ def test_a_task_of_an_array_is_queued_again_alone(cluster, project, tmp_path):
     job = cluster.submit(*words.split(), cwd=project)
     tasks = [project / f"runs/saves-ddp-{job}_{task}" for task in (0, 1)]
     cluster.wait_until(lambda: [len([*task.glob("rank_*")]) for task in tasks] == [2, 2], 300)
-    ports = {(task / "rank_0").read_text() for task in tasks}
     cluster.on("ctl", "scancel", "--batch", "-s", "USR1", f"{job}_1")
-    cluster.wait_until((tasks[1] / "run.json").exists, 300)
-    (tasks[0] / "go").touch()
-    cluster.wait_until((tasks[0] / "run.json").exists, 300)
+    assert cluster.wait(f"{job}_1") == "FAILED", "it got further in its first attempt alone"
+    cluster.tidy()  # or the first task would wait for ever
     logs = [(tmp_path / f"{task}.log").read_text() for task in (0, 1)]
     assert [len(re.findall("^job ", log, re.M)) for log in logs] == [1, 2], logs
-    assert len(ports) == 2 and "queued again" in logs[1]
+    assert len({(task / "rank_0").read_text() for task in tasks}) == 2
 
 
 BARE = "/usr/bin:/bin:/usr/sbin:/sbin"
@@ -207,14 +199,11 @@ REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/1node.sh train.py --num_epochs 2": "no script train.py in ",
     "sbatch/1node.sh ddp": "'ddp' is neither a YAML, nor a script (.py), nor a flag",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --num-processes 8 probe.py": "num-processes comes",
-    "sbatch/1node.sh accelerate_configs/zero2.yaml --dynamo_backend=eager probe.py": "drops --dyn",
     "--array=1 sbatch/1node.sh probe.py --output_dir runs/x": "tasks of an array would share",
-    "--gres=none sbatch/1node.sh probe.py": "must be a number from 1 on, got 'two'",
     "--gpus-per-node=4 sbatch/1node.sh probe.py": "ask with --gres=gpu:N, which",
     "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
-    "sbatch/1node.sh accelerate_configs/flow.yaml probe.py": "flow.yaml has gpu_ids",
+    "sbatch/1node.sh accelerate_configs/ids.yaml probe.py": "ids.yaml has gpu_ids",
     "sbatch/2node.sh probe.py --output_dir /dev/shm/x": "n2 does not see what the first",
-    "--nodes=1 : --nodes=1 sbatch/1node.sh probe.py": "a heterogeneous job",
 }
 
 
@@ -225,8 +214,7 @@ def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
     (project / "runs" / "taken").mkdir(parents=True)
     lock = open(project / "runs" / "taken" / ".lock", "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    env = {"PROCESSES_PER_NODE": "two", "DISK_TIMEOUT": "3"}
-    jobs = {refused(words, **env): line for words, line in REFUSED.items()}
+    jobs = {refused(words, DISK_TIMEOUT="3"): line for words, line in REFUSED.items()}
     jobs[refused("sbatch/1node.sh probe.py", PATH=BARE)] = " finds no accelerate: make setup"
     jobs[refused("sbatch/1node.sh probe.py", NODES_TIMEOUT="0.01")] = "not every node answered"
     jobs[start(ROOT / "sbatch/2node.sh", cwd=tmp_path, state="FAILED")] = "no sbatch/launch.sh in "
@@ -235,8 +223,10 @@ def test_what_cannot_run_ends_with_one_line(start, project, tmp_path):
         [error] = re.findall("^error: .*", log, re.M)
         assert line in error, log
         assert not re.search("main_process_port|Traceback", log), "something was started"
-    done = subprocess.run(["bash", "sbatch/2node.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == "error: this runs inside a Slurm job: sbatch sbatch/2node.sh\n"
+    assert (
+        run(["bash", "sbatch/2node.sh"]).err
+        == "error: this runs inside a Slurm job: sbatch sbatch/2node.sh\n"
+    )
 
 
 def test_a_run_that_diverges_or_cannot_begin_is_not_queued_again(start, tmp_path):
@@ -263,25 +253,8 @@ def test_check_measures_the_link(start, project, tmp_path):
     assert (record["nodes"], record["processes"], record["backend"]) == (2, 2, "gloo")
     assert [rank["host"] for rank in record["ranks"]] == ["n1", "n2"]
     assert log.count("backend gloo") == log.count("33,554,432") == log.count("ready: ") == 1
-    assert log.count("Bytes on the bus are") == log.count("Errors say") == 1
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
-        line = record["collectives"][name]
-        sizes, seconds = zip(*line["times"], strict=True)
-        assert (sizes[0], sizes[-1]) == (2**7, 2**25) and min(seconds) > 0
-        assert log.count(f" {name}: ") == 1 and set(line["disturbed"]) < {*sizes}
-        if len(sizes) - len(line["disturbed"]) < 3:
-            assert line["residual"] is None
-            continue
-        assert line["latency_seconds"] >= 0 and line["bandwidth_bytes_per_second"] > 0
-        assert 0 <= line["residual"] < 1
-
-
-def test_check_takes_the_median_of_its_repeats(monkeypatch):
-    """Of work, of work with a collective, and of the collective alone; one repeat was disturbed."""
-    times = torch.tensor([[5, 6, 0.5]] * 4 + [[5, 100, 40]])
-    monkeypatch.setattr(check, "time_in_turns", lambda *_: times)
-    state = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
-    assert check.measure(state, "all_reduce", 128, None) == (128, 1)
+    for line in record["collectives"].values():
+        assert [size for size, seconds in line["times"] if seconds > 0] == check.SIZES
 
 
 def test_check_leaves_out_what_was_disturbed():
@@ -290,35 +263,29 @@ def test_check_leaves_out_what_was_disturbed():
     for seconds, disturbed in ((1.1e-3, []), (12e-3, [512])):
         times[1][1] = seconds
         line = check.line_of("all_reduce", times, 2)
-        assert line["disturbed"] == disturbed and line["times"] == times
+        assert line["disturbed"] == disturbed
         assert line["latency_seconds"] == pytest.approx(1e-3, rel=0.02)
         assert line["bandwidth_bytes_per_second"] == pytest.approx(1e9, rel=0.02)
-        assert ("errors 0%, disturbed: repeat it (bytes: 512)" in check.words_of(line)) == (
-            bool(disturbed)
-        )
+    assert check.words_of(line).endswith("disturbed: repeat it (bytes: 512)")
     line = check.line_of("reduce", [[128, 1], [512, 1], [2**17, 1e-3], [2**19, 1e-3]], 2)
-    assert {type(value) for value in line.values()} == {type(None), list}
-    expected = "too few times for a line, disturbed: repeat it (bytes: 128, 512)"
-    assert check.words_of(line) == expected
+    assert check.words_of(line).startswith("too few times for a line, disturbed")
 
 
 def test_check_refuses_gpus_that_torch_cannot_use(monkeypatch):
     """As with a driver that is too old: the GPUs are counted without it."""
     monkeypatch.setattr(sys, "argv", ["check.py"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit, match="^error: .* has a GPU that torch .* is the driver too"):
-        runpy.run_path(str(ROOT / "check.py"))["main"]()
+        check.main()
 
 
 def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path):
     """Of two that start at once, one ends. One that is queued again waits for ranks that save."""
-    run = tmp_path / "run"
+    run, words = tmp_path / "run", ["probe.py", "--output_dir", tmp_path / "run"]
     run.mkdir()
     (run / "wait").touch()
-    words, env = ["probe.py", "--output_dir", run], {"DISK_TIMEOUT": "20"}
     hold = [f"--output={tmp_path}/%j.log", "--hold", "sbatch/1node.sh", *words]
-    jobs = [cluster.submit(*hold, cwd=project, env=env) for _ in range(2)]
+    jobs = [cluster.submit(*hold, cwd=project, env={"DISK_TIMEOUT": "20"}) for _ in range(2)]
     cluster.on("ctl", "scontrol", "release", *jobs)
     cluster.wait_until(lambda: "FAILED" in map(cluster.state, jobs), 200)
     (run / "wait").unlink()
@@ -331,9 +298,9 @@ def test_two_jobs_never_write_into_one_folder(cluster, start, project, tmp_path)
         fcntl.flock(lock, fcntl.LOCK_EX)
         words, env = ["accelerate_configs/baseline.yaml", *words], {"ADDRESS": "n1-ib0"}
         job = start("sbatch/1node.sh", *words, cwd=project, env=env)
-        log = tmp_path / f"{job.job}.log"
-        cluster.wait_until(lambda: log.exists() and "warning: " in log.read_text(), 300)
-    assert "baseline.yaml uses one of 2 GPUs" in job()
+        log, line = tmp_path / f"{job.job}.log", "baseline.yaml uses one of 2 GPUs"
+        cluster.wait_until(lambda: log.exists() and line in log.read_text(), 300)
+    job()
     assert "MASTER_ADDR" not in read(run / "rank_0.json"), "it would look like one of several"
 
 
@@ -372,23 +339,19 @@ def test_sweep_says_what_it_may_cost(tmp_path):
     # 2 x (baseline 1 + dp 2 + hsdp 4 + 4 strategies x (1 + 2 + 2 + 4)) GPUs x 1/2 hour
     much = "39 jobs, at most {} GPU-hours".format
     assert f"38 runs of train_bert_squad.py \n{much(43.0)}, if every job took all its time" in out
-    assert len(re.findall(r"^[a-z0-9]+-\dx\d-r[12]$", out, re.M)) == 38
-    jobs = tmp_path / "jobs"
-    told = f"() {{ echo \"${{DROP_WHEN_COMPLETED:-}} $@\" >>'{jobs}'; echo 7; }}"
+    submitted = tmp_path / "jobs"
+    told = f"() {{ echo \"${{DROP_WHEN_COMPLETED:-}} $@\" >>'{submitted}'; echo 7; }}"
     env = {"BASH_FUNC_sbatch%%": told}
     assert f"error: {much(86.0)}: add --yes, or lower --repeats" in sweep(env=env).err
-    assert not jobs.exists()
-    done = sweep("--output_dir", tmp_path / "yes", "--yes", env=env)
-    assert much(86.0) in done.out and "the last job writes " in done.out, done.err
+    assert not submitted.exists()
+    assert much(86.0) in sweep("--output_dir", tmp_path / "yes", "--yes", env=env).out
+    jobs = submitted.read_text()
+    assert jobs.count("\n") == jobs.count(" --no-requeue ") == 39
+    assert jobs.count("--dependency=afterany:7 ") == 38, "not in turns"
+    assert len(re.findall("^checkpoints best --.*-r1 ", jobs, re.M)) == 19
+    assert len(re.findall("^checkpoints best model.saf.*-r2 ", jobs, re.M)) == 19
     cpus = sweep("--output_dir", tmp_path / "cpus", env=env | {"SWEEP_GRES": "none"})
     assert "37 jobs, at most" in cpus.out  # without GPUs there is no DP
-    assert jobs.read_text().count("\n") == jobs.read_text().count(" --no-requeue ") == 39 + 37
-    assert jobs.read_text().count(" --gres=none ") == 36
-    assert jobs.read_text().count(" --threads-per-core=1 ") == 36
-    assert jobs.read_text().count("--dependency=afterany:7 ") == 38 + 36, "not in turns"
-    keeps = {line.startswith("checkpoints best --") for line in open(jobs) if "-r1 " in line}
-    drops = {line.startswith("checkpoints best model.saf") for line in open(jobs) if "-r2 " in line}
-    assert keeps == drops == {True}
 
 
 def test_sweep_refuses_with_one_line():
@@ -396,9 +359,6 @@ def test_sweep_refuses_with_one_line():
         "train.py": "no script or option train.py",
         "--strategies fspd": "no strategy fspd",
         "--shapes 2": "a shape is NODESxGPUS",
-        "--strategies dp --shapes 2x1": "none of the strategies 'dp' runs on the shapes '2x1'",
-        "--repeats 0": "--repeats and --minutes must be numbers",
-        "--local --shapes 2x1": "--local is one",
         "--global_batch_size 9 --shapes 1x2": "--global_batch_size 9 does not divide",
     }.items():
         done = sweep("--dry_run", *words.split())
@@ -406,50 +366,37 @@ def test_sweep_refuses_with_one_line():
 
 
 def test_a_local_sweep_does_what_the_machine_can(tmp_path):
-    """Its `python` says how many GPUs there are, its `accelerate-launch` which ones it may see, and
-    it fails where there are three. DP needs two.
-    """
+    """It fails where there are three GPUs. DP needs two."""
     fails = 'echo "$CUDA_VISIBLE_DEVICES" >>seen; [ $GPUS != 3 ]'
     for name, does in (("python", 'echo "$GPUS"'), ("accelerate-launch", fails)):
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}; {does}\n")
         (tmp_path / name).chmod(0o755)
     words = ["--local", "--repeats", 1, "--strategies", "dp ddp", "--output_dir"]
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    runs = {}
-    for gpus, seen in ((2, ""), (3, "3,5,6"), (1, "0")):
-        more = {"CUDA_VISIBLE_DEVICES": seen, "GPUS": str(gpus)}
-        shapes = ["--shapes", "1x2"] * (gpus > 1)
-        runs[gpus] = sweep(*words, tmp_path / seen / "x", *shapes, env=env | more)
-    assert (tmp_path / "seen").read_text() == "0,1\n\n3,5\n3,5,6\n0\n"
-    assert [runs[gpus].code for gpus in (1, 2, 3)] == [0, 0, 1]
-    assert runs[3].out.count(" failed: ") == 2 and runs[3].out.endswith("\n3\n"), "no report"
+    for gpus, seen, code in ((2, "", 0), (3, "3,5,6", 1), (1, "0", 0)):
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": seen}
+        done = sweep(*words, tmp_path / f"of {gpus}", env=env | {"GPUS": str(gpus)})
+        assert done.code == code and done.out.count(" failed: ") == 3 * code
+        assert done.out.endswith(f"\n{gpus}\n"), "no report"
+    assert (tmp_path / "seen").read_text() == "0,1\n\n\n3,5\n3,5,6\n3,5,6\n0\n"
 
 
 def test_the_site_file_takes_venv_unless_accelerate_is_there(tmp_path):
     """Also where conda's base is active, or modules have set PYTHONPATH. A job reads it."""
-    shutil.copytree(ROOT / "sbatch", tmp_path / "sbatch")
     for folder in (tmp_path / "own", tmp_path / ".venv" / "bin"):
         folder.mkdir(parents=True)
         shutil.copy("/bin/true", folder / "accelerate-launch")
     activate = f"export VIRTUAL_ENV=here PATH={tmp_path}/.venv/bin:$PATH"
     (tmp_path / ".venv" / "bin" / "activate").write_text(activate)
-    ask = 'source sbatch/site.sh; echo "$(command -v accelerate-launch) $PYTHONPATH"'
-    for path, found in {BARE: ".venv/bin", f"{tmp_path}/own:{BARE}": "own"}.items():
+    ask = f'source "{ROOT}/sbatch/site.sh"; echo "$(command -v accelerate-launch) $PYTHONPATH"'
+    own = f"{tmp_path}/own:{BARE}"
+    for path, found, modules in ((BARE, ".venv/bin", ""), (own, "own", "/modules")):
         env = {"PATH": path, "CONDA_PREFIX": "/opt/conda", "PYTHONPATH": "/modules"}
-        own = " /modules" if found == "own" else " "
         done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, env=env, capture_output=True)
-        assert done.stdout.decode() == f"{tmp_path / found}/accelerate-launch{own}\n"
-    with open(tmp_path / "sbatch" / "site.sh", "a") as site:
-        site.write('echo "words: $*"; false\n')
-    words, env = ["bash", "sbatch/2node.sh", "--a_flag"], os.environ | {"SLURM_JOB_ID": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "words: \n", "conda would take these for its own"
-    assert done.stderr == "error: sbatch/site.sh ended with an error\n"
+        assert done.stdout.decode() == f"{tmp_path / found}/accelerate-launch {modules}\n"
 
 
 TYPED = [  # while a cluster runs, in this order, and the line that it prints
     ("off n2", "n2 is off"),
-    ("cut", "error: a node is off, so there is no link between the nodes"),
     ("on n2", "n2 is on"),
     ("cut", "the link between the nodes is cut"),
     ("mend", "the link between the nodes is whole"),
@@ -458,32 +405,30 @@ TYPED = [  # while a cluster runs, in this order, and the line that it prints
 
 
 def test_a_cluster_at_home(cluster, tmp_path):
-    """A command submits the job of docs/cluster.md, and waits, while other terminals break the
-    cluster. The next cluster is killed, and one gets a signal. None leaves anything.
+    """A command submits a job, and waits, while other terminals break the cluster. The next cluster
+    is killed, and one gets a signal. None leaves anything.
     """
+    laptop, env = [sys.executable, "sbatch/laptop.py"], os.environ | {"TMPDIR": str(tmp_path)}
 
-    def start(words, before=""):
-        line = f"env TMPDIR={tmp_path} {before} {sys.executable} sbatch/laptop.py {words} 2>&1"
-        how = {"shell": True, "cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
-        return subprocess.Popen(f"exec {line}", **how)
+    def said(words, *before):
+        done = run([*before, *laptop, *words.split()], env=env)
+        return (done.out + done.err).strip(), done.code
 
-    def said(words, before=""):
-        started = start(words, before)
-        return started.communicate()[0].strip(), started.returncode
-
-    page, record = (ROOT / "docs/cluster.md").read_text(), tmp_path / "run" / "run.json"
-    [job] = re.findall("^```bash\n(.*?)'\n```", page, re.M | re.S)
-    (tmp_path / "job").write_text(f"{job} --output_dir {record.parent}'")
-    submit = f"sbatch --output={tmp_path}/log {tmp_path}/job"
-    at_home = start(f"bash -c '{submit}; until [ -e {tmp_path}/go ]; do sleep 1; done; exit 7'")
+    record, flags = tmp_path / "run" / "run.json", "--num_epochs 2 --output_dir"
+    submit = f"sbatch --output={tmp_path}/log sbatch/simple.sh {flags} {record.parent}"
+    words = ["bash", "-c", f"{submit}; until [ -e {tmp_path}/go ]; do sleep 1; done; exit 7"]
+    at_home = subprocess.Popen([*laptop, *words], cwd=ROOT, env=env)
     cluster.wait_until(lambda: record.exists() and '"completed"' in record.read_text(), 120)
     for words, line in TYPED:
         assert said(words) == (line, line.startswith("error"))
     (tmp_path / "go").touch()
     assert at_home.wait(60) == 7
     assert [rank["host"] for rank in read(record)["ranks"]] == ["n1", "n2"]
+    words = [*DIGITS[1:3], "--dropout", "0", "--per_device_train_batch_size", "32"]
+    alone = launch("ddp", DIGITS[0], tmp_path / "alone", *words, "--num_epochs", "2").record
+    assert read(record)["loss_history"] == alone["loss_history"]
     for number, code in {signal.SIGKILL: -9, signal.SIGTERM: 143}.items():
-        at_home = start("sleep 600")
+        at_home = subprocess.Popen([*laptop, "sleep", "600"], cwd=ROOT, env=env)
         cluster.wait_until(lambda: said("mend")[1] == 0, 60)
         at_home.send_signal(number)
         assert at_home.wait(60) == code and "no cluster is running" in said("off n1")[0]
@@ -491,5 +436,5 @@ def test_a_cluster_at_home(cluster, tmp_path):
     assert not subprocess.run(["sh", "-c", find], capture_output=True).stdout
     assert not (tmp_path / "laptop-cluster").exists()
 
-    assert "error: this machine forbids" in said("true", "setpriv --bounding-set=-sys_admin")[0]
-    assert "error: Slurm is not installed" in said("true", "env PATH=/none")[0]
+    assert "error: this machine forbids" in said("true", "setpriv", "--bounding-set=-sys_admin")[0]
+    assert "error: Slurm is not installed" in said("true", "env", "PATH=/none")[0]
