@@ -20,6 +20,7 @@ import draw_traces
 import pytest
 import warm
 from conftest import QUICK_CHECK, ROOT, launch, rows_of, run
+from crossover import Row, conclude, describe, find_disturbances
 from test_bert import TINY
 
 PAGES = {
@@ -312,7 +313,7 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     [pasted] = [block for block in plain_blocks("README.md") if "baseline and ddp:" in block]
     check_pasted(pasted, trained.out)
     path = f"{tools}:{os.environ['PATH']}"
-    small = ["REPEATS=1", "STRATEGIES=baseline", "FLAGS=--max_train_steps 3"]
+    small = ["SWEEP=--repeats 1 --strategies baseline", "FLAGS=--max_train_steps 3"]
     swept = run([*make, "train-bert", "sweep", *small], env={"PATH": path})
     assert swept.code == 0, swept.out + swept.err
     assert all(f"{name}/baseline-1x1-r1 |" in swept.out for name in ("mnist", "bert")), swept.out
@@ -324,3 +325,28 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     batches = {row[0]: row[-2] for row in rows_of(fits)}
     answer = "largest micro-batch: DDP {ddp}, ZeRO-2 {zero2}, FSDP {fsdp}."
     assert answer.format(**batches) in PAGES["README.md"]
+
+
+def test_crossover_adds_up_and_names_disturbed_batches():
+    quiet = [
+        Row(16, 0.92, 0.92, 3.36, [0.27]),
+        Row(1024, 10.75, 7.41, 9.48, [0.79, 1.5]),
+        Row(4096, 39.43, 21.86, 24.51, [1.57, 1.64]),
+    ]
+    assert conclude(quiet).endswith("\nHere a second device pays off from 1,024 images up. Why?")
+    assert conclude(quiet[:1]) == "With a batch of 16, two devices are 0.27 times as fast as one."
+    assert find_disturbances(quiet) == find_disturbances(quiet[:1]) == []
+    for number, changes, said in (
+        (0, {"one": 9.0}, "4,096: two devices gained less than with 16"),
+        (1, {"half": 11, "two": 13}, "1,024: half of the batch took nearly as long as all of it"),
+        (1, {"two": 15.5}, "1,024: the message took over 3 times as long as the others"),
+        (1, {"two": 7.0}, "1,024: a step was faster with a message than without"),
+    ):
+        rows = [*quiet]
+        rows[number] = rows[number]._replace(**changes)
+        assert find_disturbances(rows) == [said]
+        for row in rows:
+            half, message, two = re.findall(r"-?[\d.]+(?= ms)|\?", describe(row))[1:]
+            sums = message != "?" and float(half) + float(message) == pytest.approx(float(two))
+            assert sums == (row.two >= row.half), describe(row)
+            assert ("from" in describe(row)) == (row.batch > 16), "a range of one turn"

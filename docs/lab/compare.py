@@ -1,4 +1,4 @@
-"""Compares two runs: how far their losses differ, and what in their records can explain that.
+"""Compare two runs: how far do their losses differ, and what in their records explains it?
 
 python docs/lab/compare.py runs/lab/baseline runs/lab/ddp
 """
@@ -29,7 +29,7 @@ DIVISION = {
     "threads": "threads",
     "activation_checkpointing": "activation checkpointing",
 }
-# Whose seconds are no timing, although it is completed.
+# The time of these runs cannot be compared, although they are completed.
 SLOWED = {"resumed_from": "was resumed", "profiled": "was profiled"}
 # Training does not use these values of a workload.
 EVALUATION = ("eval samples", "eval questions", "max answer length")
@@ -65,7 +65,7 @@ def read(folder):
         for name in ("workload", "versions", "strategy_options"):
             record[name] = dict(record.get(name) or {})
     except UNREADABLE as problem:
-        sys.exit(f"error: {file} is no record of a run: {type(problem).__name__}: {problem}")
+        sys.exit(f"error: {file} is not a record of a run: {type(problem).__name__}: {problem}")
     return record, losses
 
 
@@ -75,13 +75,13 @@ def gap(loss, other):
 
 
 def warn(name, record, losses):
-    """Print in what a run is no plain completed one. Returns whether its seconds are a timing."""
+    """Print what is unusual about a run. Returns whether its time can be compared."""
     completed = record["status"] == "completed"
     words = [] if completed else [f"has the status {record['status']}"]
     words += [said for field, said in SLOWED.items() if record.get(field)]
     if words:
         end = "" if completed else f", and its losses end at step {record['steps']}"
-        print(f"{name} {' and '.join(words)}: its seconds are no timing{end}.")
+        print(f"{name} {' and '.join(words)}: its time cannot be compared{end}.")
     bad = [step for step, loss in losses.items() if not math.isfinite(loss)]
     if bad:
         more = f" and {len(bad) - 1} more" if bad[1:] else ""
@@ -90,7 +90,7 @@ def warn(name, record, losses):
 
 
 def pace(one, two, second):
-    """How long the second run took, as a share of the first one's time; in words."""
+    """In words: how long the second run took, compared with the first one."""
     each = [record["seconds"]["train"] / (record["steps"] or math.nan) for record in (one, two)]
     ratio = each[1] / (each[0] or math.nan)
     if not 0 < ratio < math.inf:
@@ -163,7 +163,7 @@ def main():
     if can:
         print("These differences can explain other losses:", *can, sep="\n  ")
     if cannot:
-        print("These cannot, as long as the global batch is the same:", *cannot, sep="\n  ")
+        print("These cannot, if the global batch is the same:", *cannot, sep="\n  ")
     step = next((step for step, share in gaps.items() if share > NOTABLE), None)
     if step is None:
         print(f"No loss differs by more than {NOTABLE} of its value: the rest is rounding.")

@@ -1,26 +1,51 @@
-"""From which batch does a second device pay? One model, one message in each step, growing batches.
+"""At what batch size does a second device pay off?
 
     accelerate launch --config_file accelerate_configs/ddp.yaml docs/lab/crossover.py
 
-compares two CPU processes with one. For each batch it takes turns, so that another program that
-uses the machine slows down all columns alike:
+compares two CPU processes with one, for growing batches of one model. It measures each batch in
+several turns, so that another program slows down all columns alike. A turn has three parts:
 
 1. Rank 0 alone makes steps with the whole batch.
 2. Both ranks make steps with half of it each, and send nothing.
 3. Both do the same, and add up their gradients in each step: one all-reduce, as under DDP.
+
+A row shows the median time of a step in each part. The message is the difference of parts 3 and 2.
+The range behind the speedup is that of single turns.
 """
 
 import argparse
 import ctypes
+import os
 import statistics
+import sys
 import time
+from typing import NamedTuple
 
 import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 import torch.distributed as dist
 from torch import nn
 
+FEWEST_STEPS = 3  # of a turn's part
 HEAD = "| global batch | one device | half of it | + message | = two devices | speedup |"
+
+
+class Row(NamedTuple):
+    """What was measured for a batch: milliseconds per step, rounded as they are printed."""
+
+    batch: int
+    one: float
+    half: float
+    two: float
+    speedups: list[float]  # of each turn
+
+    @property
+    def message(self):
+        return round(self.two - self.half, 2)
+
+    @property
+    def speedup(self):
+        return self.one / self.two
 
 
 class RowLSTM(nn.Module):
@@ -54,60 +79,76 @@ class Training:
         self.optimizer.step()
 
     def seconds_per_step(self, batch, steps, sends=False, alone=False):
-        """The mean time of steps with a batch on each rank; `alone`: on rank 0 only."""
+        """The mean time of steps with a batch on each rank; `alone`: on rank 0 only. It is that of
+        the slower rank, so all ranks return the same.
+        """
         images, labels = torch.randn(batch, 8, 8), torch.randint(0, 10, (batch,))
         dist.barrier()
         began = time.perf_counter()
         if not alone or dist.get_rank() == 0:
             for _ in range(steps):
                 self.step(images, labels, sends)
-        return (time.perf_counter() - began) / steps
+        seconds = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item() / steps
 
 
 def compare(training, batch, turns, seconds):
-    """A row for this global batch: (batch, ms on one device, ms with half of the batch, ms of the
-    message, ms on two devices, the speedups of the turns).
-    """
-    share = batch // dist.get_world_size()
-    first = training.seconds_per_step(batch, 3)
-    steps = torch.tensor(max(1, int(seconds / first)))
-    dist.broadcast(steps, 0)  # all ranks take as many
+    """The row of this global batch."""
+    steps = max(FEWEST_STEPS, int(seconds / training.seconds_per_step(batch, 3)))
     one, half, two = [], [], []
     for _ in range(turns):
-        one.append(training.seconds_per_step(batch, int(steps), alone=True))
-        half.append(training.seconds_per_step(share, int(steps)))
-        two.append(training.seconds_per_step(share, int(steps), sends=True))
-    message = [b - a for a, b in zip(half, two, strict=True)]
-    milliseconds = [1000 * statistics.median(times) for times in (one, half, message, two)]
-    return batch, *milliseconds, sorted(a / b for a, b in zip(one, two, strict=True))
+        one.append(training.seconds_per_step(batch, steps, alone=True))
+        half.append(training.seconds_per_step(batch // 2, steps))
+        two.append(training.seconds_per_step(batch // 2, steps, sends=True))
+    milliseconds = [round(1000 * statistics.median(times), 2) for times in (one, half, two)]
+    return Row(batch, *milliseconds, [a / b for a, b in zip(one, two, strict=True)])
 
 
 def describe(row):
-    """A row as a line of a Markdown table. The speedup's range leaves out the extreme turns."""
-    batch, one, half, message, two, speedups = row
-    low, high = (speedups[1], speedups[-2]) if len(speedups) > 2 else (speedups[0], speedups[-1])
+    """A row as a line of a Markdown table. A message cannot take less than no time."""
+    message = f"{row.message:.2f} ms" if row.message >= 0 else "?"
+    turns = (
+        f" (from {min(row.speedups):.2f} to {max(row.speedups):.2f})" if row.speedups[1:] else ""
+    )
     return (
-        f"| {batch:,} | {one:.2f} ms | {half:.2f} ms | {message:.2f} ms | {two:.2f} ms | "
-        f"{statistics.median(speedups):.2f} (from {low:.2f} to {high:.2f}) |"
+        f"| {row.batch:,} | {row.one:.2f} ms | {row.half:.2f} ms | {message} | {row.two:.2f} ms | "
+        f"{row.speedup:.2f}{turns} |"
     )
 
 
 def conclude(rows):
-    """What the table says, in two lines."""
-    speedups = {row[0]: statistics.median(row[-1]) for row in rows}
-    small, large = min(speedups), max(speedups)
+    """What the table says about two devices, in one or two lines."""
+    small, large = rows[0], rows[-1]
     found = (
-        f"With a batch of {small:,}, two devices are {speedups[small]:.2f} times as fast as one, "
-        f"and with {large:,} {speedups[large]:.2f} times."
+        f"With a batch of {small.batch:,}, two devices are {small.speedup:.2f} times as fast as one"
     )
-    if speedups[large] <= speedups[small]:
-        return (
-            f"{found}\nA larger batch has to gain more: other programs disturbed this. Try again."
-        )
-    losing = [batch for batch, speedup in speedups.items() if speedup <= 1]
-    paying = [batch for batch in speedups if batch > max(losing, default=0)]
-    where = f"pays from {min(paying):,} images on" if paying else f"does not pay up to {large:,}"
-    return f"{found}\nHere a second device {where}. Why?"
+    if len(rows) == 1:
+        return f"{found}."
+    found += f", and with {large.batch:,} {large.speedup:.2f} times."
+    losing = [row.batch for row in rows if row.speedup <= 1]
+    paying = [row.batch for row in rows if row.batch > max(losing, default=0)]
+    if not paying:
+        return f"{found}\nHere a second device does not pay off up to {large.batch:,} images. Why?"
+    return f"{found}\nHere a second device pays off from {min(paying):,} images up. Why?"
+
+
+def find_disturbances(rows):
+    """What cannot be, unless something else used the machine: a list of phrases."""
+    overhead = min(row.one for row in rows)  # of any step: Python, and the start of operations
+    found = []
+    for row in rows:
+        others = [other.message for other in rows if other is not row]
+        usual = statistics.median(others) if others else row.message
+        if row.message < 0:
+            found.append(f"{row.batch:,}: a step was faster with a message than without")
+        elif row.message > 3 * usual > 0:
+            found.append(f"{row.batch:,}: the message took over 3 times as long as the others")
+        if row.half > 0.9 * row.one + overhead / 2:
+            found.append(f"{row.batch:,}: half of the batch took nearly as long as all of it")
+    if rows[-1].speedup < rows[0].speedup:
+        found.append(f"{rows[-1].batch:,}: two devices gained less than with {rows[0].batch:,}")
+    return found
 
 
 def main():
@@ -119,6 +160,13 @@ def main():
     add("--turns", type=int, default=9, help="of each batch (default: %(default)s)")
     add("--seconds", type=float, default=0.06, help="of a turn's part (default: %(default)s)")
     args = parser.parse_args()
+    odd = [batch for batch in args.batches if batch < 2 or batch % 2]
+    if odd:
+        sys.exit(f"error: two devices cannot share a batch of {odd[0]} equally")
+    if args.turns < 1:
+        sys.exit("error: --turns has to be 1 or more")
+    if os.environ.get("WORLD_SIZE") != "2":
+        sys.exit("error: this compares two processes: start it as its --help shows")
     # glibc gives large freed blocks back to the system, and each step would fetch them anew. These
     # are M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h. Other C libraries have no mallopt.
     libc = ctypes.CDLL(None)
@@ -131,11 +179,14 @@ def main():
     say = print if dist.get_rank() == 0 else lambda *words, **options: None
     size = sum(weight.nbytes for weight in training.model.parameters())
     say(f"\n{HEAD}\n|---:|---:|---:|---:|---:|---|", flush=True)
-    for batch in sorted(args.batches):
+    for batch in sorted({*args.batches}):
         rows.append(compare(training, batch, args.turns, args.seconds))
         say(describe(rows[-1]), flush=True)
     say(f"\nEach step on two devices sends one message of {size:,} bytes, whatever the batch.")
     say(conclude(rows))
+    disturbed = find_disturbances(rows)
+    if disturbed:
+        say("Other programs disturbed this, so try again:", *disturbed, sep="\n- ")
     dist.barrier()
     dist.destroy_process_group()
 
