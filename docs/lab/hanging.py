@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS = 3
-BATCH_SIZE = 64  # of all ranks together
+BATCH_SIZE = 64  # the global batch
 
 
 def load_data():
@@ -27,7 +27,7 @@ def load_data():
 
 @torch.no_grad()
 def evaluate(model, data, rank, world_size):
-    """The share of the samples that the model names correctly. Each rank tests a part of them."""
+    """The share of samples that the model classifies correctly. Each rank tests a part."""
     images, labels = data.tensors
     answers = model(images[rank::world_size]).argmax(dim=1)
     right = (answers == labels[rank::world_size]).sum()

@@ -1,4 +1,4 @@
-"""It trains on one device, and not the same on two: exercise 15 asks why."""
+"""Trains on one device, but not the same on two: exercise 15 asks why."""
 
 import argparse
 
