@@ -1,9 +1,10 @@
-"""Is the cluster ready? Hosts, devices, and how fast ranks talk: over NCCL or, without GPUs, gloo.
+"""Is the cluster ready? Shows hosts and devices, and measures how fast the ranks exchange data.
 
     sbatch sbatch/check.sh                                            # two nodes of a cluster
     accelerate launch --config_file accelerate_configs/ddp.yaml check.py    # one machine
 
-leaves check.json in OUTPUT_DIR: latency and bandwidth of each collective.
+It writes OUTPUT_DIR/check.json: latency and bandwidth of each collective. The ranks use NCCL, or
+gloo without GPUs.
 """
 
 import json
@@ -27,14 +28,14 @@ from accelerate.utils import gather_object
 
 SIZES = [2**power for power in range(7, 26, 2)]  # bytes of the whole tensor, 128 B to 32 MiB
 WORK_SECONDS = 0.005  # of computing before each collective, about as long as a layer takes
-REPEATS, SECONDS = 20, 0.25  # each size is measured so often, or, if that takes longer, so long
-TOO_SLOW = 1.0  # seconds: a collective that takes longer is not measured with more bytes
-FEWEST = 3  # points of a line: there is always one through two
-# A message is "disturbed" if it takes over so many times as long as one that is 100 times as large.
-# Undisturbed small messages take about equally long, so a factor of 1 would find some by chance.
+REPEATS, SECONDS = 20, 0.25  # for each size: 20 repeats, or fewer if they take more than 0.25 s
+TOO_SLOW = 1.0  # seconds: after a slower call, a collective is not measured with more bytes
+FEWEST = 3  # sizes that a fitted line needs, as two points always lie on one
+# A message is "disturbed" if it took over 1.5 times as long as one 100 times as large. A factor of
+# 1 would also find undisturbed ones by chance, because small messages take about equally long.
 DISTURBED = 1.5
 
-# Each takes a whole tensor, a part of it for each rank, and the rank that sends or receives alone.
+# The arguments: a whole tensor, this rank's part of it, and the rank that alone sends or receives.
 COLLECTIVES = {
     "all_reduce": lambda whole, part, root: dist.all_reduce(whole),
     "all_gather": lambda whole, part, root: dist.all_gather_into_tensor(whole, part),
@@ -45,7 +46,7 @@ COLLECTIVES = {
 
 
 def make_work(device):
-    """A function that computes for about WORK_SECONDS, as training does between two collectives."""
+    """Return a function that computes for WORK_SECONDS, as training does between collectives."""
     layer = torch.nn.TransformerEncoderLayer(128, 4, 256, 0.0, batch_first=True).to(device)
     inputs = torch.randn(8, 32, 128, device=device)
 
@@ -59,14 +60,14 @@ def make_work(device):
     start = time.perf_counter()
     work(10)
     seconds = torch.tensor((time.perf_counter() - start) / 10, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # all ranks do as much
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # the same work on all ranks
     times = max(1, round(WORK_SECONDS / seconds.item()))
     return lambda: work(times)
 
 
 def time_in_turns(state, functions, repeats):
-    """Seconds of each function, one after the other: the slowest rank's, a row for each repeat. A
-    function takes the root of its broadcast or reduce, which changes from repeat to repeat.
+    """Time the functions one after the other. Returns seconds on the slowest rank, a row for each
+    repeat. A function takes the root of its broadcast or reduce, which changes with each repeat.
     """
     times = []
     for repeat in range(repeats):
@@ -81,8 +82,8 @@ def time_in_turns(state, functions, repeats):
 
 
 def measure(state, name, size, work):
-    """(bytes, seconds) of one collective of about `size` bytes of fp32: what it adds to the work
-    before it, the median of the repeats.
+    """Return (bytes, seconds) of a collective of about `size` bytes of fp32. The seconds are what
+    it adds to the work before it, as the median of the repeats.
     """
     ranks = state.num_processes
     part = torch.zeros(max(1, size // 4 // ranks), device=state.device)
@@ -101,16 +102,17 @@ def measure(state, name, size, work):
     first = time_in_turns(state, functions, 3).sum(1).median().item()
     repeats = min(REPEATS, max(5, int(SECONDS / first)))
     alone, both, call = time_in_turns(state, functions, repeats).unbind(1)
-    # The difference is noisy. A call without work before it never takes longer.
+    # The difference is noisy, so a call without work before it is a lower bound.
     return whole.numel() * 4, max((both - alone).median().item(), call.median().item())
 
 
 def fit_line(points):
-    """The line seconds = latency + bytes / bandwidth through points (bytes on the bus, seconds):
+    """Fit seconds = latency + bytes / bandwidth to points (bytes on the bus, seconds). Returns
     {"latency_seconds", "bandwidth_bytes_per_second", "residual"}.
 
-    Least squares of errors relative to the time plus `noise`, the median of the smaller half: what
-    is small is known less well. The residual is the root mean square of these errors.
+    The fit minimises the squares of relative errors. They are relative to the time plus `noise`,
+    the median of the smaller half, because small times are less certain. The residual is their
+    root mean square.
     """
     carried, seconds = numpy.array(points, float).T
     noise = numpy.median(seconds[: max(1, len(seconds) // 2)])
@@ -125,9 +127,8 @@ def fit_line(points):
 
 
 def line_of(name, times, ranks):
-    """What check.json says of a collective with these times, [bytes, seconds]: its line; and the
-    sizes that the line leaves out, as a message 100 times as large took clearly less time. What is
-    not known is None.
+    """Return what check.json says of a collective with these times, [bytes, seconds]: its line, or
+    None for each value, and the disturbed sizes, which the line leaves out.
     """
     disturbed = [
         size
@@ -136,8 +137,8 @@ def line_of(name, times, ranks):
     ]
     share = sent_share(name, ranks)
     if name in ("broadcast", "reduce"):
-        # A call takes as long as its busiest rank, which sends the whole tensor. NCCL's tests count
-        # so, too: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        # The busiest rank sends the whole tensor. NCCL's tests count it in the same way:
+        # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         share = 1
     points = [(size * share, seconds) for size, seconds in times if size not in disturbed]
     names = ("latency_seconds", "bandwidth_bytes_per_second", "residual")
@@ -146,7 +147,7 @@ def line_of(name, times, ranks):
 
 
 def words_of(line):
-    """What is printed of it."""
+    """Return the printed form of what `line_of` returns."""
     if line["residual"] is None:
         words = "too few times for a line"
     else:
@@ -159,7 +160,7 @@ def words_of(line):
 
 
 def measure_all(state, say):
-    """{collective: what `line_of` says}."""
+    """Measure all collectives. Returns {collective: what `line_of` returns}."""
     found, too_slow = {name: [] for name in COLLECTIVES}, set()
     work = make_work(state.device)
     say(
@@ -184,10 +185,10 @@ def measure_all(state, say):
         say(f"{name:>15}: {words_of(line)}")
     twice, once = (sent_share(name, state.num_processes) for name in ("all_reduce", "all_gather"))
     say(
-        "Bytes on the bus are those that the busiest rank sends: here the tensor's bytes times\n"
-        f"{twice:.2f} for an all-reduce, {once:.2f} for an all-gather or reduce-scatter, and 1 for "
-        "a broadcast or\nreduce. Errors say how far the times are from the line, as a root mean "
-        "square."
+        "Bytes on the bus are the bytes that the busiest rank sends. Here they are the tensor's "
+        f"bytes times\n{twice:.2f} for an all-reduce, {once:.2f} for an all-gather or "
+        "reduce-scatter, and 1 for a broadcast or reduce.\n"
+        "Errors are the typical distance of a time from the line, in percent of the time."
     )
     if any(line["disturbed"] for line in found.values()):
         say(
@@ -198,15 +199,10 @@ def measure_all(state, say):
 
 
 def parse_args():
-    parser = OneLineParser(
-        description="Check a cluster: who takes part, and how fast the ranks talk."
-    )
-    parser.add_argument(
-        "--output_dir", default="runs/check", help="where check.json goes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="taken for the wrappers' sake; a check measures anew"
-    )
+    parser = OneLineParser(description="Check a cluster: its devices, and the speed between ranks.")
+    add = parser.add_argument
+    add("--output_dir", default="runs/check", help="where check.json goes (default: %(default)s)")
+    add("--resume", action="store_true", help="has no effect; the jobs of sbatch/ pass it")
     return parser.parse_args()
 
 
@@ -215,34 +211,28 @@ def main():
     gpu, host = torch.cuda.is_available(), socket.gethostname()
     if not gpu and torch.cuda.device_count():
         stop(
-            f"{host} has a GPU that torch {torch.__version__} cannot use: is the "
-            "driver too old for it? README, 'On a Slurm cluster'"
+            f"{host} has a GPU that torch {torch.__version__} cannot use: is the driver too old? "
+            "See README, 'On a Slurm cluster'"
         )
     state = PartialState(cpu=not gpu, timeout=timedelta(seconds=120))
     world = state.num_processes
     device = torch.cuda.get_device_name(state.device) if gpu else f"CPU ({platform.machine()})"
-    ranks = gather_object(
-        [
-            {
-                "rank": state.process_index,
-                "host": host,
-                "device": device,
-                "torch_sees": torch.cuda.device_count(),
-                "cores": len(os.sched_getaffinity(0)),
-            }
-        ]
-    )
-    say = print if state.is_main_process else lambda line: None  # state.print says it once a node
+    rank = {
+        "rank": state.process_index,
+        "host": host,
+        "device": device,
+        "torch_sees": torch.cuda.device_count(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    ranks = gather_object([rank])
+    say = print if state.is_main_process else lambda line: None  # state.print would once per node
+    line = "rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)"
     for rank in ranks:
-        say(
-            "rank {rank}  {host}  {device}  ({torch_sees} GPUs visible, {cores} cores)".format(
-                **rank
-            )
-        )
+        say(line.format(**rank))
     backend = dist.get_backend() if world > 1 else None
     say(f"backend {backend}")
     if world == 1:
-        say("one process has nobody to talk to: ask for two nodes, or two GPUs")
+        say("one process cannot measure a collective: ask for two nodes, or two GPUs")
     record = {
         "status": "completed",
         "nodes": len({rank["host"] for rank in ranks}),

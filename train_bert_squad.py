@@ -1,10 +1,10 @@
-"""Fine-tune BERT on SQuAD, on one device or many. The strategy is the accelerate YAML.
+"""Fine-tune BERT on SQuAD, on one device or many. The accelerate YAML chooses the strategy.
 
     accelerate launch --config_file accelerate_configs/fsdp.yaml train_bert_squad.py
     python train_bert_squad.py --prepare_data_only    # on a login node that has a network
 
-BERT finds the answer to a question in a text. A run leaves in OUTPUT_DIR: run.json (its record),
-predictions.json, the model, best/ (the model of the epoch with the lowest validation loss), and
+BERT finds the answer to a question in a text. A run writes into OUTPUT_DIR: run.json (its record),
+predictions.json, the model, best/ (the model of the epoch with the lowest validation loss) and
 checkpoints/ (the two newest, for --resume).
 
 A rank is one of the processes that train together. Functions marked "A collective" must be called
@@ -42,7 +42,7 @@ import numpy as np
 import psutil
 import safetensors.torch
 import torch
-import torch._dynamo  # the first optimizer would import it, and training would need more memory
+import torch._dynamo  # early, to keep it out of peak memory
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState, utils
@@ -53,10 +53,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 def main(args):
-    """One run, from its flags to its record. Returns the model."""
+    """Run the training, from its flags to its record. Returns the model."""
     accelerator, strategy = make_accelerator(args)
-    accelerator.state.dynamo_plugin.dynamic = None  # otherwise torch gives up after 8 widths
-    # Rank 0 fills the caches; then one rank of each node loads, and then the others.
+    accelerator.state.dynamo_plugin.dynamic = None  # or torch gives up after 8 widths
+    # Rank 0 goes first and fills the caches. Then one rank per node loads, then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         config, tokenizer, train_rows, eval_rows = load_inputs(args)
     check_inputs(args, config, tokenizer, train_rows, eval_rows)
@@ -89,7 +89,7 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # DeepSpeed takes the smallest batch of the loaders that are prepared with the model.
+    # Separately: DeepSpeed takes its batch size from the loaders prepared with the model.
     eval_loader = accelerator.prepare(eval_loader)
     utils.set_seed(args.seed, device_specific=True)  # each rank has its own dropout masks
     progress = load_checkpoint(accelerator, checkpoint)
@@ -99,14 +99,14 @@ def main(args):
         f"{steps:,} steps of {run['global_batch_size']} samples; results go to {args.output_dir}"
     )
     signals = watch_signals()
-    purge = {"tensorboard": {"purge_step": progress.step + 1}}  # a killed run's later points
+    purge = {"tensorboard": {"purge_step": progress.step + 1}}  # drops points of a killed run
     accelerator.init_trackers(Path(__file__).stem, vars(args), purge)
     profiler = start_profiler(accelerator, args)
 
     for epoch in range(len(progress.evaluations), epochs):
         model.train()
-        train_loader.set_epoch(epoch)  # first, as skip_first_batches does not pass it on
-        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before this process
+        train_loader.set_epoch(epoch)  # skip_first_batches does not pass it on
+        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before --resume
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
         last_step = min((epoch + 1) * steps_per_epoch, steps)
         batches = itertools.islice(batches, (steps - progress.step) * micro_batches)
@@ -117,16 +117,16 @@ def main(args):
                 rate = schedule.get_last_lr()[0]
                 logits = span_logits(model, inputs)
                 loss = span_losses(logits, spans["start"], spans["end"]).mean()
-                accelerator.backward(loss)  # gradients become means over micro-batches and ranks
+                accelerator.backward(loss)  # averages over micro-batches and ranks
                 if args.max_grad_norm and accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            losses.append(loss.detach())  # .item() here would synchronise with the GPU
+            losses.append(loss.detach())  # .item() would synchronise with the GPU
             sizes.append(size)
             if not accelerator.sync_gradients:
-                continue  # the step has more micro-batches
+                continue  # this step has more micro-batches
             progress.step += 1
             profiler.step()
             saving = progress.step == last_step or progress.step % save_every == 0
@@ -137,7 +137,7 @@ def main(args):
                     step = len(progress.losses) + 1
                     abort(f"the loss of step {step} is not finite: lower --learning_rate")
                 count_tokens(accelerator, sizes, progress)
-                stopping = bool(utils.gather_object(signals))  # of any rank
+                stopping = bool(utils.gather_object(signals))  # on any rank
                 if saving or stopping:
                     save_checkpoint(accelerator, run, progress)
                 if stopping:
@@ -164,7 +164,7 @@ def main(args):
 
 
 def count_tokens(accelerator, sizes, progress):
-    """Record the tokens that all ranks trained on since the last log. A collective."""
+    """Count the tokens that all ranks trained on since the last log. A collective."""
     sizes = torch.tensor(sizes, device=accelerator.device).sum(0)
     tokens, padded = accelerator.reduce(sizes, "sum").tolist()
     tokens += progress.counts.get("tokens", 0)
@@ -177,7 +177,7 @@ def count_tokens(accelerator, sizes, progress):
 
 @torch.no_grad()
 def validate(accelerator, args, model, loader, metric, run, progress, signals):
-    """Exact match, F1 and the validation loss. Rank 0 writes predictions.json. A collective."""
+    """Return exact match, F1 and loss. Rank 0 writes predictions.json. A collective."""
     began = time.perf_counter()
     model.eval()
     rows = []
@@ -212,22 +212,22 @@ def validate(accelerator, args, model, loader, metric, run, progress, signals):
 
 
 def span_logits(model, inputs):
-    """The logits of start and end, float32 [batch, width, 2]. On padding they are the lowest."""
+    """Logits of start and end, float32 [batch, width, 2]. Padding gets the lowest value."""
     logits = torch.stack(model(**inputs, return_dict=False), 2).float()
     hidden = ~inputs["attention_mask"][:, 0, 0, :, None]
     return logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
 
 
 def span_losses(logits, starts, ends):
-    """The mean of the start's and the end's cross-entropy, [batch]."""
+    """The cross-entropy of each feature, the mean over its start and its end, [batch]."""
     start_logits, end_logits = logits.unbind(-1)
     start_losses = F.cross_entropy(start_logits, starts, reduction="none")
     return (start_losses + F.cross_entropy(end_logits, ends, reduction="none")) / 2
 
 
 def best_spans(logits, first, last, longest):
-    """The span of each feature with the highest start logit + end logit, of at most `longest`
-    tokens between the tokens `first` and `last`: its score, first and last token, each [batch].
+    """Find the span of each feature with the highest start logit + end logit. A span has at most
+    `longest` tokens and lies between `first` and `last`. Returns scores, starts and ends, [batch].
     """
     positions = torch.arange(logits.shape[1], device=logits.device)
     inside = (positions >= first[:, None]) & (positions <= last[:, None])
@@ -240,8 +240,8 @@ def best_spans(logits, first, last, longest):
 
 
 def choose_answers(rows, features, version_2):
-    """{question id: text}: the best span in all windows of a question. With `version_2` it is ""
-    where "no answer" scores higher, by the lowest of its scores, as in the official recipe.
+    """Return {question id: text}, the best span in all windows of a question. With `version_2` the
+    text is "" if the lowest "no answer" score of these windows is higher: the official recipe.
     """
     best, no_answer = {}, {}
     for window, (_, _, null_score, score, start, end) in enumerate(rows.tolist()):
@@ -253,7 +253,7 @@ def choose_answers(rows, features, version_2):
     for owner, (score, window, start, end) in sorted(best.items()):
         question, feature = features.questions[owner], features.table[window]
         context, stop = question["context"], feature["stops"][end]
-        # A tokenizer that strips accents has no token for the marks of the last letter.
+        # A tokenizer that strips accents leaves those of the last letter outside its token.
         while unicodedata.category(context[stop : stop + 1] or " ").startswith("M"):
             stop += 1
         text = context[feature["begins"][start] : stop]
@@ -265,7 +265,7 @@ class SquadMetric(evaluate.Metric):
     """SQuAD's exact match and F1 in percent. evaluate.load("squad") would need a network."""
 
     def __init__(self, version_2):
-        # It makes a folder, and never needs it. HF_HOME may be read-only.
+        # evaluate creates a folder that it does not use. HF_HOME may be read-only.
         with tempfile.TemporaryDirectory() as folder:
             version = "v2.0" if version_2 else "v1.1"
             super().__init__(version, keep_in_memory=True, cache_dir=folder)
@@ -279,14 +279,14 @@ class SquadMetric(evaluate.Metric):
         exact, f1 = [], []
         for prediction, texts in zip(predictions, references, strict=True):
             words, right = answer_words(prediction), [answer_words(text) for text in texts]
-            if self.config_name == "v2.0":  # a text of only articles and punctuation does not count
+            if self.config_name == "v2.0":  # texts without words do not count
                 right = [others for others in right if others] or [[]]
             exact.append(words in right)
             f1.append(max(self.word_f1(words, others) for others in right))
         return {"exact_match": 100 * float(np.mean(exact)), "f1": 100 * float(np.mean(f1))}
 
     def word_f1(self, words, others):
-        """The harmonic mean of precision and recall. v2.0 compares where a side has no words."""
+        """The harmonic mean of precision and recall. In v2.0, two empty answers are equal."""
         if self.config_name == "v2.0" and not (words and others):
             return float(words == others)
         same = (collections.Counter(words) & collections.Counter(others)).total()
@@ -300,10 +300,10 @@ def answer_words(text):
 
 
 def load_inputs(args):
-    """The model's config, its tokenizer, and the questions of both splits."""
+    """Return the model's config, its tokenizer, and the questions of both splits."""
     other_rank = os.environ.get("RANK", "0") != "0"
     if other_rank:
-        transformers.logging.set_verbosity_error()  # rank 0's report of new weights is enough
+        transformers.logging.set_verbosity_error()  # rank 0 reports new weights
     if other_rank or not sys.stderr.isatty():  # progress bars would fill a log
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
@@ -317,19 +317,19 @@ def load_inputs(args):
 
 
 def load_model(args, config):
-    """BERT with its own question-answering head, or a new one, in float32."""
+    """Return BERT in float32, with its own question-answering head or a new one."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    config.num_labels = 2  # an answer's start and its end
+    config.num_labels = 2  # the start and the end of an answer
     config._attn_implementation = "sdpa"  # eager attention would add a bool mask
-    transformers.integrations.unset_hf_deepspeed_config()  # or ZeRO-3 draws another new head
+    transformers.integrations.unset_hf_deepspeed_config()  # or ZeRO-3 draws a different new head
     if args.from_scratch:
         model = transformers.BertForQuestionAnswering(config)
     else:
         model = transformers.BertForQuestionAnswering.from_pretrained(
             args.model_name_or_path, config=config, attn_implementation="sdpa"
         )
-    model._no_split_modules = ["BertLayer"]  # FSDP's units; with transformers' own list it fails
-    if args.activation_checkpointing:  # the second forward pass draws the same dropout masks
+    model._no_split_modules = ["BertLayer"]  # FSDP's units. transformers' list fails
+    if args.activation_checkpointing:  # recomputes with the same dropout masks
         old = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", old)
         enable({"use_reentrant": False})
@@ -348,8 +348,8 @@ def save_bert(accelerator, model, tokenizer, folder):
 
 
 def read_questions(args, split):
-    """The first questions of "train" or "validation": dicts of id, question, context and answers
-    {text: [...], answer_start: [...]}, as on the Hub.
+    """Return the first questions of "train" or "validation", as on the Hub: dicts of id, question,
+    context and answers {text: [...], answer_start: [...]}.
     """
     file = args.train_file if split == "train" else args.validation_file
     limit = args.max_train_samples if split == "train" else args.max_eval_samples
@@ -374,16 +374,16 @@ def read_squad(file):
 
 
 def check_inputs(args, config, tokenizer, train_rows, eval_rows):
-    """Refuse a model and questions from which BERT would silently learn something wrong."""
+    """Refuse inputs from which BERT would silently learn something wrong."""
     name = args.model_name_or_path
     if config.model_type != "bert" or not tokenizer.is_fast:
         abort(f"{name} is not a BERT model with a fast tokenizer")
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.sep_token_id]
-    if tokenizer(" ", " ")["input_ids"] != special:  # the labels rely on their places
+    if tokenizer(" ", " ")["input_ids"] != special:  # the labels rely on this order
         abort(f"the tokenizer of {name} does not write [CLS] question [SEP] context [SEP]")
     if args.max_seq_length > config.max_position_embeddings:
         abort(f"--max_seq_length exceeds the {config.max_position_embeddings} positions of {name}")
-    if not 5 < len(tokenizer) <= config.vocab_size:  # without vocab.txt, it has 5 special tokens
+    if not 5 < len(tokenizer) <= config.vocab_size:  # without vocab.txt there are only 5
         abort(f"the tokenizer of {name} has {len(tokenizer)} tokens, which do not fit the model")
     splits = {"training": train_rows or [], "validation": eval_rows}
     for split, questions in splits.items():
@@ -405,15 +405,15 @@ def check_inputs(args, config, tokenizer, train_rows, eval_rows):
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
-    """The features of a batch of questions, for `datasets.map`. A feature is a question with a
+    """Turn a batch of questions into features, for `datasets.map`. A feature is a question with a
     window of its context, [CLS] question [SEP] window [SEP].
 
-    Columns, each with one value for each feature:
+    The columns have one value per feature:
         input_ids       the tokens
         length          their number
         begins, stops   the first and one-past-last character of each token, in the context
         first           the first token of the window
-        start, end      the answer's first and last token, or 0 and 0, [CLS], where there is none
+        start, end      the answer's first and last token; 0 and 0, for [CLS], without an answer
         owner           the number of the question
     """
     found = tokenizer(
@@ -444,10 +444,10 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
 
 
 def find_span(encoding, starts, pieces):
-    """The first and last token of an answer in a window, or 0 and 0 if not all of it is there.
+    """Return the first and last token of an answer in a window, or 0 and 0 if a part is outside.
 
     The answer begins at character starts[0]. `pieces` are the first and one-past-last character of
-    each of its own tokens: spaces and accents at its edges may belong to no token.
+    each token of the answer: spaces and accents at its edges may not belong to a token.
     """
     if not (starts and pieces):
         return 0, 0
@@ -457,7 +457,7 @@ def find_span(encoding, starts, pieces):
 
 
 class Features(Dataset):
-    """A split of the data as BERT reads it. Item `i` is a feature, as `tokenize` explains it."""
+    """A split of the data as BERT reads it. An item is a feature, which `tokenize` explains."""
 
     def __init__(self, questions, tokenizer, args):
         sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
@@ -488,12 +488,12 @@ class Features(Dataset):
         return len(self.table)
 
     def __getitems__(self, ids):
-        """A batch: what the model reads, what belongs to its answers, and its tokens, without and
-        with padding. It is as wide as its longest feature.
+        """Return a batch, as wide as its longest feature: the model's inputs, what belongs to the
+        answers, and the number of tokens without and with padding.
         """
         input_ids = pad_sequence(list(self.tokens[ids]["input_ids"]), batch_first=True)
         width = input_ids.shape[1]
-        if torch.cuda.is_available():  # tensor cores want multiples of 8
+        if torch.cuda.is_available():  # tensor cores prefer multiples of 8
             width = min((width + 7) // 8 * 8, self.max_width)
         input_ids = F.pad(input_ids, (0, width - input_ids.shape[1]))
         ids = torch.tensor(ids)
@@ -502,7 +502,7 @@ class Features(Dataset):
         in_context = torch.arange(width) >= self.columns["first"][ids, None]
         inputs = {
             "input_ids": input_ids,
-            "attention_mask": mask[:, None, None, :],  # transformers takes it as it is
+            "attention_mask": mask[:, None, None, :],  # transformers leaves this shape alone
             "token_type_ids": (mask & in_context).int(),
         }
         spans = {name: self.columns[name][ids] for name in ("start", "end", "first")}
@@ -513,10 +513,10 @@ class Features(Dataset):
 class LengthSampler(Sampler):
     """The order of the training features. A global batch has similar lengths, which saves padding.
 
-    It shuffles the features, sorts pools of 50 global batches (fewer if there would not be 4 pools)
-    by length, cuts them into batches, and shuffles these. The batch with the longest feature comes
-    first: if memory is short, that shows at once. The order depends on seed and epoch, not on the
-    number of processes.
+    It shuffles the features, sorts each pool of 50 global batches by length (smaller pools if there
+    would be fewer than 4), cuts the pools into global batches, and shuffles these. The batch with
+    the longest feature comes first, so a lack of memory shows at once. The order depends on seed
+    and epoch, not on the number of processes.
     """
 
     def __init__(self, lengths, global_batch_size, seed):
@@ -525,7 +525,7 @@ class LengthSampler(Sampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch):
-        """Order the features of an epoch. The prepared DataLoader's set_epoch calls this."""
+        """Order the features of an epoch. The set_epoch of the prepared DataLoader calls this."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.lengths), generator=generator)[: self.steps * self.size]
         pools = order.split(self.size * max(1, min(50, self.steps // 4)))
@@ -543,15 +543,17 @@ class LengthSampler(Sampler):
 
 
 def make_loaders(args, train_set, eval_set, run):
-    """The DataLoaders of both splits. The ranks share each of their batches."""
+    """The DataLoaders for training and validation. Each batch is split across the ranks, so the
+    number of ranks does not change which samples a step takes.
+    """
     sampler = None
-    if train_set is not eval_set:  # the run does not only evaluate
+    if train_set is not eval_set:  # the run trains
         batch, samples = run["global_batch_size"], len(train_set)
         if batch > samples:
             abort(f"the global batch ({batch}) is larger than the training set ({samples})")
         sampler = LengthSampler(train_set.columns["length"], batch, args.seed)
     by_length = eval_set.columns["length"].argsort(descending=True, stable=True).tolist()
-    # With a generator of their own, loaders leave alone the one that dropout uses.
+    # With a generator of their own, the loaders do not disturb the one that dropout uses.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
     options["pin_memory"] = torch.cuda.is_available()
     batch = args.per_device_train_batch_size * run["devices"]
@@ -561,7 +563,7 @@ def make_loaders(args, train_set, eval_set, run):
 
 
 def describe_workload(args, config, train_set, eval_set):
-    """The work of this script, which a resumed run must have in common with the one before."""
+    """This script's part of run["workload"], which must not change when a run is resumed."""
     file = args.train_file or args.validation_file
     hub_name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     return {
@@ -588,45 +590,40 @@ def parse_args():
     add = parser.add_argument
     bert = "google-bert/bert-base-uncased"
     add("--model_name_or_path", default=bert, help="BERT's name on the Hub, or a folder")
-    add("--from_scratch", action="store_true", help="the model's config, but random weights")
-    add("--train_file", help="SQuAD's nested JSON to train on (default: SQuAD from the Hub)")
+    add("--from_scratch", action="store_true", help="the model's config with random weights")
+    add("--train_file", help="SQuAD's nested JSON to train on; None: SQuAD from the Hub")
     add("--validation_file", help="questions to evaluate on, in the same form")
     add("--version_2_with_negative", action="store_true", help="some questions have no answer")
     add("--max_train_samples", type=non_negative_int, default=10_000, help="0: all questions")
     add("--max_eval_samples", type=non_negative_int, default=500, help="0: all questions")
     add("--max_seq_length", type=positive_int, default=384, help="tokens of question and context")
     add("--doc_stride", type=non_negative_int, default=128, help="tokens that two windows share")
-    add("--max_answer_length", type=positive_int, default=30, help="of a prediction, in tokens")
+    add("--max_answer_length", type=positive_int, default=30, help="longest answer, in tokens")
     add("--activation_checkpointing", action="store_true", help="less memory, a third more work")
     add("--num_epochs", type=non_negative_int, default=4, help="0: only evaluate")
     add("--per_device_train_batch_size", type=positive_int, default=4, help="per micro-batch")
     add("--per_device_eval_batch_size", type=positive_int, default=32, help="per batch")
-    add("--learning_rate", type=positive_float, default=3e-5, help="the peak; falls linearly to 0")
-    add(
-        "--num_warmup_steps",
-        type=non_negative_int,
-        default=0,
-        help="steps in which it rises from 0",
-    )
-    add("--weight_decay", type=share, default=0.0, help="AdamW's")
-    add("--logging_steps", type=positive_int, default=10, help="log and heed signals every N steps")
+    add("--learning_rate", type=positive_float, default=3e-5, help="peak; then falls linearly to 0")
+    add("--num_warmup_steps", type=non_negative_int, default=0, help="steps of the linear warm-up")
+    add("--weight_decay", type=share, default=0.0, help="for AdamW")
+    add("--logging_steps", type=positive_int, default=10, help="log and obey signals every N steps")
     args = parser.parse_args()
     trains = args.num_epochs or args.max_train_steps
     if bool(args.train_file) != bool(args.validation_file) and (trains or args.train_file):
         abort("--train_file and --validation_file go together: give both, or neither")
     if os.path.realpath(args.output_dir or "runs") == os.path.realpath(args.model_name_or_path):
-        abort("--output_dir is the model's own folder, and would overwrite its weights")
+        abort("--output_dir is the model's own folder: the run would overwrite its weights")
     return args
 
 
 # -------- Everything below is identical in both scripts, and a test compares them: change both.
 
 VERSION = "0.7.0"  # CHANGELOG.md says what changed
-CHECKPOINT = "step_" + "[0-9]" * 8  # a folder with any other name is not a checkpoint
+CHECKPOINT = "step_" + "[0-9]" * 8  # other folders are not checkpoints
 
 
 def number(kind, lowest, highest, text):
-    """Read the number of a flag, for argparse."""
+    """Parse a number for argparse, and check its range."""
     with contextlib.suppress(ValueError):
         if lowest <= kind(text) <= highest:
             return kind(text)
@@ -641,53 +638,53 @@ share = partial(number, float, 0, 1)
 
 
 def add_common_args(parser):
-    """Add the flags that both scripts have."""
+    """Add the flags of both scripts."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = abort  # one line, without the usage
     add = parser.add_argument
-    add("--prepare_data_only", action="store_true", help="fetch and check the data, then stop")
+    add("--prepare_data_only", action="store_true", help="download and check data, then stop")
     add("--max_train_steps", type=positive_int, help="optimizer steps; overrides --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, help="default: the launcher's, or 1")
+    add("--gradient_accumulation_steps", type=positive_int, help="None: the launcher's, or 1")
     add("--max_grad_norm", type=positive_float, help="clip each step's gradients to this norm")
     add("--dropout", type=share, default=0.1, help="share of activations set to 0")
-    add("--seed", type=non_negative_int, default=0, help="of weights, sample order and dropout")
-    add("--output_dir", type=os.path.expanduser, help="default: a new folder in runs/")
+    add("--seed", type=non_negative_int, default=0, help="for weights, sample order and dropout")
+    add("--output_dir", type=os.path.expanduser, help="None: a new folder in runs/")
     add("--checkpointing_steps", type=positive_int, help="also save every N steps")
     add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest checkpoint")
-    add("--with_tracking", action="store_true", help="log to the tracker of --report_to")
-    add("--report_to", choices=utils.LoggerType.list(), default="tensorboard", help="a tracker")
-    add("--profile", action="store_true", help="trace steps 13 to 17; not for timings")
+    add("--with_tracking", action="store_true", help="log to the tracker that --report_to names")
+    add("--report_to", choices=utils.LoggerType.list(), default="tensorboard", help="the tracker")
+    add("--profile", action="store_true", help="trace steps 13 to 17, which slows the run")
 
 
 @dataclass
 class Progress:
-    """How far a run has come. Checkpoints store rank 0's."""
+    """The progress of a run. Checkpoints store rank 0's."""
 
     began: str  # UTC, in ISO 8601
-    step: int = 0  # the last one that is done
-    losses: list = field(default_factory=list)  # one per step, of the global batch
-    rates: list = field(default_factory=list)  # steps per second, from log to log
-    evaluations: list = field(default_factory=list)  # an epoch is done when it is evaluated
-    train_seconds: float = 0.0  # without evaluations and saving
+    step: int = 0  # optimizer steps that are done
+    losses: list = field(default_factory=list)  # of the global batch, one per step
+    rates: list = field(default_factory=list)  # steps per second, one for each log
+    evaluations: list = field(default_factory=list)  # metrics, one entry per finished epoch
+    train_seconds: float = 0.0  # excludes evaluation and saving
     eval_seconds: float = 0.0
-    counts: dict = field(default_factory=dict)  # what only this script records
-    peak_memory: float | None = None  # in MB, during training; --resume measures it anew
+    counts: dict = field(default_factory=dict)  # extra fields of this script's run.json
+    peak_memory: float | None = None  # in MB; --resume measures it again
 
 
 def connect_ranks():
     """Connect the processes that the launcher started, over gloo if they have no GPU."""
     env = os.environ
-    # Stop if the launcher is killed. A shell, which is not Python, may exit before the run does.
+    # Stop if the launcher dies. It is a Python process; a shell may exit before the run does.
     launched = "LOCAL_RANK" in env or "ACCELERATE_MIXED_PRECISION" in env
-    with contextlib.suppress(OSError):  # the parent may be another user's
+    with contextlib.suppress(OSError):  # the parent may belong to another user
         if launched and "python" in Path(os.readlink(f"/proc/{os.getppid()}/exe")).name:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    # accelerate connects nothing without LOCAL_RANK, though its launcher may set MASTER_ADDR.
+    # Without LOCAL_RANK, accelerate trains in one process, even if its launcher set MASTER_ADDR.
     several = env.get("WORLD_SIZE", "1") != "1" or env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if env.get("LOCAL_RANK", "-1") == "-1" and (several or "MASTER_ADDR" in env):
-        advice = "use ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
+        advice = "launch with ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
         abort(f"each process would train alone: {advice}")
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -696,16 +693,16 @@ def connect_ranks():
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
         return PartialState()
-    if 1 < ranks <= len(cores):  # a rank is faster on cores of its own
+    if 1 < ranks <= len(cores):  # each rank is faster on its own cores
         os.sched_setaffinity(0, cores[int(env["LOCAL_RANK"]) :: ranks])
-    env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no GPU
+    env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns about a missing GPU
     if zero:
         import deepspeed.ops
 
-        # DeepSpeed 0.19.8 would compile it for 20 seconds, and write into the user's home.
+        # DeepSpeed 0.19.8 would compile this op for 20 seconds, and write into the user's home.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
-    if fsdp:  # accelerate 1.15 shards on CPUs only under this type
+    if fsdp:  # accelerate 1.15 needs this on CPUs
         state.distributed_type = utils.DistributedType.MULTI_GPU
     if torch.cuda.device_count():
         abort(f"torch {torch.__version__} cannot use the GPU here: is its driver too old?")
@@ -713,21 +710,20 @@ def connect_ranks():
 
 
 def make_accelerator(args):
-    """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
-    # accelerate has no DP: dp.yaml marks itself with a dynamo mode that torch.compile would reject.
+    """Return the Accelerator and the name of its strategy, such as "zero2". A collective."""
+    # accelerate has no DP, so dp.yaml sets a dynamo mode that torch.compile would reject.
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
     if dp:
         del os.environ["ACCELERATE_DYNAMO_MODE"]
     if utils.parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
         abort("fsdp_version must be 2: write it into the YAML, or set FSDP_VERSION=2")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 do not train a new head
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 never train a new head
     if args.resume and not args.output_dir:
         abort("--resume needs --output_dir")
     name = Path(__file__).stem.removeprefix("train_")
     folder = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
     folder = args.output_dir = utils.broadcast_object_list([folder])[0]  # rank 0's
     accelerator = Accelerator(
-        # Ranks share each batch, and the sample order depends on the seed and the epoch alone.
         dataloader_config=utils.DataLoaderConfiguration(
             split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
         ),
@@ -744,7 +740,7 @@ def make_accelerator(args):
         strategy = "hsdp" if accelerator.parallelism_config else "fsdp"
         plugin = accelerator.state.fsdp_plugin
         if plugin.activation_checkpointing and args.dropout:  # the second pass draws other masks
-            abort("fsdp_activation_checkpointing needs --dropout 0; see BERT's own flag")
+            abort("fsdp_activation_checkpointing needs --dropout 0; BERT's own flag does not")
         if not torch.cuda.is_available():
             plugin.cpu_offload.pin_memory = False  # pinning needs a GPU
     elif accelerator.distributed_type != utils.DistributedType.NO:
@@ -753,17 +749,14 @@ def make_accelerator(args):
     if accelerator.mixed_precision == "fp16" and not torch.cuda.is_available():
         abort("fp16 needs a GPU; without one, accelerate would compute in fp32: use bf16 or no")
     if accelerator.mixed_precision == "bf16" and strategy == "dp":
-        abort("the threads of dp would compute in fp16 instead of bf16: use ddp.yaml")
-    sizes = accelerator.parallelism_config
-    if sizes and sizes.non_data_parallel_size > 1:  # several ranks would get the same samples
-        abort("tensor, context and sequence parallelism are not supported: set their sizes to 1")
+        abort("dp.yaml would compute in fp16 instead of bf16: use ddp.yaml")
     if args.with_tracking and not accelerator.log_with:
         abort(f"the tracker of --report_to {args.report_to} is not installed")
     return accelerator, strategy
 
 
 def configure_deepspeed(accelerator, args):
-    """Set in DeepSpeed's config what the flags say, and return its stage of ZeRO."""
+    """Copy the flags into DeepSpeed's config. Returns the stage of ZeRO."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     zero = config["zero_optimization"]
     zero["stage3_gather_16bit_weights_on_model_save"] = True  # or the final save fails
@@ -779,18 +772,18 @@ def configure_deepspeed(accelerator, args):
 
 
 def describe_run(accelerator, strategy, args):
-    """What run.json says from the start. Call it before there is a model: it notes the memory."""
+    """The first fields of run.json. Call this before the model exists: it measures the memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     devices = accelerator.num_processes
-    if strategy == "dp":  # one process uses all the GPUs that it sees
+    if strategy == "dp":  # one process uses all visible GPUs
         devices = max(1, torch.cuda.device_count())
-    cpu = re.search(r"model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text())  # ARM has none
+    cpu = re.search(r"model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text())  # missing on ARM
     device_name = f"CPU ({cpu[1] if cpu else os.uname().machine})"
     if torch.cuda.is_available():
         device_name = torch.cuda.get_device_name()
     options = {}
-    if strategy.startswith("zero"):  # DeepSpeed's JSON, without what the record says elsewhere
+    if strategy.startswith("zero"):  # DeepSpeed's JSON, minus duplicates
         options = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
         elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
         for name in [*elsewhere, "train_batch_size", "train_micro_batch_size_per_gpu"]:
@@ -833,8 +826,7 @@ def describe_run(accelerator, strategy, args):
 def settings(run):
     """The settings that a resumed run must share with the run that it continues."""
     values = {name: run.get(name) for name in ("version", "strategy", "global_batch_size")}
-    for name, value in run.get("strategy_options", {}).items():
-        values[f"strategy option, {name}"] = value
+    values |= {f"option {name}": value for name, value in run.get("strategy_options", {}).items()}
     return values | run.get("workload", {})
 
 
@@ -843,7 +835,7 @@ def open_folder(accelerator, args, run):
     folder = Path(args.output_dir)
     locked = True
     checkpoint = status = None
-    if accelerator.is_main_process:  # on a network disk, other nodes may see an older state
+    if accelerator.is_main_process:  # other nodes may see an older state
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
         try:
@@ -851,7 +843,7 @@ def open_folder(accelerator, args, run):
         except BlockingIOError:
             locked = False
         except OSError as problem:  # Lustre without -o flock, for example
-            say(f"warning: cannot lock {folder} ({problem.strerror}): start no second run in it")
+            say(f"warning: cannot lock {folder} ({problem.strerror}): start only one run in it")
         checkpoint = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if (folder / "run.json").exists():
             status = json.loads((folder / "run.json").read_bytes())["status"]
@@ -880,18 +872,10 @@ def load_checkpoint(accelerator, checkpoint):
     say(f"resuming from {checkpoint}")
     saved = json.loads(Path(checkpoint, "progress.json").read_bytes())
     if saved["run"]["processes"] == accelerator.num_processes:
-        # Without it, accelerate 1.15 would go on with other dropout masks (accelerate#4283).
-        file = f"{checkpoint}/random_states_{accelerator.process_index}.pkl"
-        lost = []
-        try:
-            utils.load(file)["torch_manual_seed"]
-        except Exception as problem:
-            lost = [f"{file} is missing or damaged ({type(problem).__name__})"]
-        lost = utils.gather_object(lost)
-        if lost:
-            abort(f"{lost[0]}: remove {checkpoint}, and --resume takes the one before")
+        # Fails if it is lost. accelerate 1.15 would draw other dropout masks (accelerate#4283).
+        utils.load(f"{checkpoint}/random_states_{accelerator.process_index}.pkl")
     accelerator.load_state(checkpoint)
-    accelerator.step = 0  # the old run may have had more micro-batches per step
+    accelerator.step = 0  # micro-batches per step may differ now
     return Progress(**saved["progress"])
 
 
@@ -910,10 +894,9 @@ def start_profiler(accelerator, args):
 
 
 def watch_signals():
-    """A list that grows with each signal that asks this rank to stop."""
+    """Return a list that grows with each signal to stop. Under nohup, SIGHUP stays ignored."""
     signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        # nohup ignores SIGHUP. A launcher may ignore others, but its ranks must not.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: signals.append(True))
     return signals
@@ -927,7 +910,7 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
     progress.train_seconds += seconds
     progress.rates.append(len(means) / seconds)
     progress.losses += itertools.takewhile(math.isfinite, means)
-    if not progress.evaluations:  # an evaluation may need more memory than training
+    if not progress.evaluations:  # evaluation may need more than training
         progress.peak_memory = peak_memory()
     values = {"loss": means[-1], "learning_rate": rate}
     if norm is not None:
@@ -939,10 +922,10 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
 
 
 def batches_to_evaluate(accelerator, loader, run, progress, signals):
-    """The batches of an evaluation, which a signal cuts short: it ends the run. A collective."""
-    said = time.perf_counter()  # how far it is, once a minute
+    """Yield the batches of an evaluation. A signal ends the run. A collective."""
+    said = time.perf_counter()  # report the progress once a minute
     for done, batch in enumerate(loader):
-        if utils.gather_object(signals):  # of any rank
+        if utils.gather_object(signals):  # on any rank
             end_run(accelerator, run, progress, "preempted")
         if time.perf_counter() - said > 60:
             said = time.perf_counter()
@@ -954,23 +937,22 @@ def save_checkpoint(accelerator, run, progress):
     """Save what --resume needs. The folder gets its name when it is complete. A collective."""
     folder = Path(accelerator.project_dir, "checkpoints")
     partial = folder / "partial"
-    accelerator.save_state(partial, safe_serialization=False)  # safetensors have mode 0600
-    if accelerator.is_main_process:
-        # As JSON: what accelerate registers for checkpoints could run code when it is loaded.
-        state = {"run": run, "progress": asdict(progress) | {"peak_memory": None}}
-        (partial / "progress.json").write_text(json.dumps(state))
+    accelerator.save_state(partial, safe_serialization=False)  # safetensors files get mode 0600
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        # As JSON: objects that are registered with accelerate could run code when they are loaded.
+        state = {"run": run, "progress": asdict(progress) | {"peak_memory": None}}
+        (partial / "progress.json").write_text(json.dumps(state))
         partial.rename(folder / f"step_{progress.step:08d}")
         for old in sorted(folder.glob(CHECKPOINT))[:-2]:
-            shutil.rmtree(old, ignore_errors=True)  # NFS keeps files that somebody reads
+            shutil.rmtree(old, ignore_errors=True)  # NFS keeps files that are being read
 
 
 def save_model(accelerator, model, folder):
     """Save the weights in fp32, gathered from all ranks. A collective."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        # torch.compile adds a prefix to the names.
+        # torch.compile adds this prefix.
         weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
         weights = {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
         os.makedirs(folder, exist_ok=True)
@@ -985,7 +967,7 @@ def write_file(path, content):
 
 
 def peak_memory():
-    """The most MB that this process has held on its (first) GPU, or CPU."""
+    """The peak memory of this process in MB, on its (first) GPU or in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
     sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -994,8 +976,7 @@ def peak_memory():
 
 def write_record(accelerator, run, progress, status):
     """Write run.json: what was asked for, and what was measured so far. A collective."""
-    # psutil rounds the time of the boot, and with it the start: the difference is exact.
-    started = psutil.Process().create_time() - psutil.boot_time()
+    started = psutil.Process().create_time() - psutil.boot_time()  # the rounding errors cancel
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # of this process, imports included
     run.setdefault("startup_seconds", age)
     record = run | progress.counts
@@ -1005,7 +986,7 @@ def write_record(accelerator, run, progress, status):
     rank["memory_before_mb"] = record.pop("memory_before_mb")
     rank["peak_memory_mb"] = progress.peak_memory
     ranks = utils.gather_object([rank])
-    rate = statistics.median(progress.rates or [0])  # the median leaves out the warm-up
+    rate = statistics.median(progress.rates or [0])  # the median ignores the warm-up
     seconds = {"startup": record.pop("startup_seconds"), "total": age}
     seconds |= {"train": progress.train_seconds, "eval": progress.eval_seconds}
     record |= {
@@ -1034,7 +1015,7 @@ def end_run(accelerator, run, progress, status):
 
 
 def say(line):
-    """Print a line on rank 0. It never fails: the reader may be gone, or the disk full."""
+    """Print a line on rank 0. A closed pipe or a full disk does not end the run."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError, ValueError):
             print(line, flush=True)
@@ -1045,22 +1026,21 @@ def abort(message):
     sys.exit(f"error: {message}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
-@errors.record  # torch's launcher shows the traceback of the rank that failed first
+@errors.record  # for the launcher's summary of errors
 def cli():
     """Run the script as a command."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and os.environ["RANK"] != "0":
         sys.excepthook = lambda *_: None  # the launcher has the traceback
-    connect_ranks()  # first: then all ranks meet an error at the same time, and rank 0 reports it
-    args = parse_args()
+    connect_ranks()  # first, so that rank 0 prints any error
     try:
-        _ = main(args)
+        _ = main(parse_args())
     except SystemExit as end:
         if end.code:
             raise
         _ = end
     with contextlib.suppress(OSError, ValueError):
         print(end="", flush=True)
-    # `_` keeps the model: gloo may hang while it is freed, and at Python's end (pytorch#56297).
+    # `_` keeps the model alive: gloo may hang when it is freed or Python exits (pytorch#56297).
     os._exit(0)
 
 

@@ -1,10 +1,10 @@
-"""Train an LSTM on MNIST, on one device or many. The strategy is the accelerate YAML.
+"""Train an LSTM on MNIST, on one device or many. The accelerate YAML chooses the strategy.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml train_mnist_rnn.py
     python train_mnist_rnn.py --dataset digits    # one process; needs no download
 
-A run leaves in OUTPUT_DIR: run.json (its record), model.safetensors, best/ (the model of the epoch
-that scored best), and checkpoints/ (the two newest, for --resume).
+A run writes into OUTPUT_DIR: run.json (its record), model.safetensors, best/ (the model of the
+epoch with the best accuracy) and checkpoints/ (the two newest, for --resume).
 
 A rank is one of the processes that train together. Functions marked "A collective" must be called
 by every rank, or the others hang.
@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import psutil
 import safetensors.torch
 import torch
-import torch._dynamo  # the first optimizer would import it, and training would need more memory
+import torch._dynamo  # early, to keep it out of peak memory
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState, utils
 from torch import nn
@@ -45,9 +45,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 
 def main(args):
-    """One run, from its flags to its record. Returns the model."""
+    """Run the training, from its flags to its record. Returns the model."""
     accelerator, strategy = make_accelerator(args)
-    # Rank 0 may download. Then one rank of each node reads, and then the others.
+    # Rank 0 goes first, as it may download. Then one rank per node reads, then the others.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         images = read_images(args)
     if args.prepare_data_only:
@@ -60,7 +60,7 @@ def main(args):
         "eval_samples": len(images[1]),
         "checksum": zlib.crc32(b"".join(values.numpy().tobytes() for values in images)),
         "sequence_length": images[0].shape[1],
-        # Under these, bf16 is autocast, which does not reach the LSTM. Others cast its weights.
+        # Here bf16 is autocast, which RowLSTM turns off. Other strategies cast its weights.
         "compute_dtype": "no" if strategy in ("baseline", "dp", "ddp") else run["precision"],
     }
     utils.set_seed(args.seed)  # all ranks start with the same weights
@@ -84,7 +84,7 @@ def main(args):
     model, optimizer, schedule, train_loader = accelerator.prepare(
         model, optimizer, schedule, train_loader
     )
-    # DeepSpeed takes the smallest batch of the loaders that are prepared with the model.
+    # Separately: DeepSpeed takes its batch size from the loaders prepared with the model.
     test_loader = accelerator.prepare(test_loader)
     utils.set_seed(args.seed, device_specific=True)  # each rank has its own dropout masks
     progress = load_checkpoint(accelerator, checkpoint)
@@ -94,14 +94,14 @@ def main(args):
         f"{steps:,} steps of {run['global_batch_size']} samples; results go to {args.output_dir}"
     )
     signals = watch_signals()
-    purge = {"tensorboard": {"purge_step": progress.step + 1}}  # a killed run's later points
+    purge = {"tensorboard": {"purge_step": progress.step + 1}}  # drops points of a killed run
     accelerator.init_trackers(Path(__file__).stem, vars(args), purge)
     profiler = start_profiler(accelerator, args)
 
     for epoch in range(len(progress.evaluations), epochs):
         model.train()
-        train_loader.set_epoch(epoch)  # first, as skip_first_batches does not pass it on
-        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before this process
+        train_loader.set_epoch(epoch)  # skip_first_batches does not pass it on
+        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before --resume
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
         last_step = min((epoch + 1) * steps_per_epoch, steps)
         batches = itertools.islice(batches, (steps - progress.step) * micro_batches)
@@ -111,15 +111,15 @@ def main(args):
             with accelerator.accumulate(model):
                 rate = schedule.get_last_lr()[0]
                 loss = F.cross_entropy(model(rows).float(), labels)
-                accelerator.backward(loss)  # gradients become means over micro-batches and ranks
+                accelerator.backward(loss)  # averages over micro-batches and ranks
                 if args.max_grad_norm and accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            losses.append(loss.detach())  # .item() here would synchronise with the GPU
+            losses.append(loss.detach())  # .item() would synchronise with the GPU
             if not accelerator.sync_gradients:
-                continue  # the step has more micro-batches
+                continue  # this step has more micro-batches
             progress.step += 1
             profiler.step()
             saving = progress.step == last_step or progress.step % save_every == 0
@@ -129,7 +129,7 @@ def main(args):
                     write_record(accelerator, run, progress, "failed")
                     step = len(progress.losses) + 1
                     abort(f"the loss of step {step} is not finite: lower --learning_rate")
-                stopping = bool(utils.gather_object(signals))  # of any rank
+                stopping = bool(utils.gather_object(signals))  # on any rank
                 if saving or stopping:
                     save_checkpoint(accelerator, run, progress)
                 if stopping:
@@ -152,7 +152,7 @@ def main(args):
 
 @torch.no_grad()
 def validate(accelerator, model, loader, run, progress, signals):
-    """The accuracy on all test images. A signal ends the run. A collective."""
+    """Return the accuracy on the test images. A signal ends the run. A collective."""
     began = time.perf_counter()
     model.eval()
     right = []
@@ -166,7 +166,7 @@ def validate(accelerator, model, loader, run, progress, signals):
 
 class LSTM(nn.LSTM):
     def flatten_parameters(self):
-        """Do not: on a GPU, torch 2.15 would move the weights away from FSDP2."""
+        """Do nothing: on a GPU, torch 2.15 would move the weights, and FSDP2 would lose them."""
         warnings.filterwarnings("ignore", message="RNN module weights are not part")
 
 
@@ -180,15 +180,14 @@ class RowLSTM(nn.Module):
         self.head = nn.Linear(hidden_size, 10)
 
     def forward(self, rows):
-        # In the dtype of the weights: on CUDA, autocast to bf16 would run an LSTM in fp16
-        # (torch 2.15).
+        # No autocast: on CUDA, torch 2.15 would run an LSTM in fp16 under autocast to bf16.
         with torch.autocast(rows.device.type, enabled=False):
             outputs, _ = self.lstm(rows.to(self.head.weight.dtype))
         return self.head(self.dropout(outputs[:, -1]))
 
 
 def read_images(args):
-    """Pixels of the training and test images, [images, rows, columns], and their labels."""
+    """Return the training and test images, [images, rows, columns], then their labels."""
     if args.dataset == "digits":
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -207,15 +206,17 @@ def read_images(args):
 
 class Images(TensorDataset):
     def __getitems__(self, ids):
-        """A whole batch: float32 [batch, rows, columns] and int64 [batch]."""
+        """Return a whole batch: float32 [batch, rows, columns] and int64 [batch]."""
         ids = torch.tensor(ids)
-        if self.tensors[0].is_cuda:  # from pinned memory, a copy does not wait for the GPU
+        if self.tensors[0].is_cuda:  # pinned memory: an asynchronous copy
             ids = ids.pin_memory().to(self.tensors[0].device, non_blocking=True)
         return tuple(values[ids] for values in self.tensors)
 
 
 def make_loaders(accelerator, args, images, run):
-    """The DataLoaders of both splits. The ranks share each of their batches."""
+    """The DataLoaders for training and testing. Each batch is split across the ranks, so the number
+    of ranks does not change which samples a step takes.
+    """
     train_x, test_x, train_y, test_y = [values.to(accelerator.device) for values in images]
     std, mean = torch.std_mean(train_x.float(), correction=0)
     train = Images((train_x.float() - mean) / std, train_y)
@@ -223,9 +224,9 @@ def make_loaders(accelerator, args, images, run):
     global_batch = run["global_batch_size"]
     if global_batch > len(train):
         abort(f"the global batch ({global_batch}) is larger than the training set ({len(train)})")
-    samples = len(train) // global_batch * global_batch  # an epoch has whole global batches
-    # With a generator of their own, loaders leave alone the one that dropout uses. `Images` returns
-    # whole batches: no collating.
+    samples = len(train) // global_batch * global_batch  # whole global batches only
+    # With a generator of their own, the loaders do not disturb the one that dropout uses. `Images`
+    # returns whole batches, so there is nothing to collate.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
     batch = args.per_device_train_batch_size * run["devices"]
     eval_batch = args.per_device_eval_batch_size * run["devices"]
@@ -238,26 +239,26 @@ def parse_args():
     parser = argparse.ArgumentParser(description="Train an LSTM on MNIST.", allow_abbrev=False)
     add_common_args(parser)
     add = parser.add_argument
-    add("--dataset", choices=["mnist", "digits"], default="mnist", help="digits: no download")
-    add("--data_dir", default="data", help="MNIST's files are in, or go to, DATA_DIR/MNIST/raw")
+    add("--dataset", choices=["mnist", "digits"], default="mnist", help="digits needs no download")
+    add("--data_dir", default="data", help="MNIST is downloaded to DATA_DIR/MNIST/raw if needed")
     add("--hidden_size", type=positive_int, default=64, help="size of the LSTM's state")
     add("--num_epochs", type=positive_int, default=5, help="passes over the training data")
     add("--per_device_train_batch_size", type=positive_int, default=64, help="per micro-batch")
     add("--per_device_eval_batch_size", type=positive_int, default=1000, help="per batch")
-    add("--learning_rate", type=positive_float, default=0.005, help="AdamW's peak, in one cycle")
-    add("--weight_decay", type=share, default=0.01, help="AdamW's")
-    add("--logging_steps", type=positive_int, default=50, help="log and heed signals every N steps")
+    add("--learning_rate", type=positive_float, default=0.005, help="peak of a one-cycle schedule")
+    add("--weight_decay", type=share, default=0.01, help="for AdamW")
+    add("--logging_steps", type=positive_int, default=50, help="log and obey signals every N steps")
     return parser.parse_args()
 
 
 # -------- Everything below is identical in both scripts, and a test compares them: change both.
 
 VERSION = "0.7.0"  # CHANGELOG.md says what changed
-CHECKPOINT = "step_" + "[0-9]" * 8  # a folder with any other name is not a checkpoint
+CHECKPOINT = "step_" + "[0-9]" * 8  # other folders are not checkpoints
 
 
 def number(kind, lowest, highest, text):
-    """Read the number of a flag, for argparse."""
+    """Parse a number for argparse, and check its range."""
     with contextlib.suppress(ValueError):
         if lowest <= kind(text) <= highest:
             return kind(text)
@@ -272,53 +273,53 @@ share = partial(number, float, 0, 1)
 
 
 def add_common_args(parser):
-    """Add the flags that both scripts have."""
+    """Add the flags of both scripts."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = abort  # one line, without the usage
     add = parser.add_argument
-    add("--prepare_data_only", action="store_true", help="fetch and check the data, then stop")
+    add("--prepare_data_only", action="store_true", help="download and check data, then stop")
     add("--max_train_steps", type=positive_int, help="optimizer steps; overrides --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, help="default: the launcher's, or 1")
+    add("--gradient_accumulation_steps", type=positive_int, help="None: the launcher's, or 1")
     add("--max_grad_norm", type=positive_float, help="clip each step's gradients to this norm")
     add("--dropout", type=share, default=0.1, help="share of activations set to 0")
-    add("--seed", type=non_negative_int, default=0, help="of weights, sample order and dropout")
-    add("--output_dir", type=os.path.expanduser, help="default: a new folder in runs/")
+    add("--seed", type=non_negative_int, default=0, help="for weights, sample order and dropout")
+    add("--output_dir", type=os.path.expanduser, help="None: a new folder in runs/")
     add("--checkpointing_steps", type=positive_int, help="also save every N steps")
     add("--resume", action="store_true", help="continue from OUTPUT_DIR's newest checkpoint")
-    add("--with_tracking", action="store_true", help="log to the tracker of --report_to")
-    add("--report_to", choices=utils.LoggerType.list(), default="tensorboard", help="a tracker")
-    add("--profile", action="store_true", help="trace steps 13 to 17; not for timings")
+    add("--with_tracking", action="store_true", help="log to the tracker that --report_to names")
+    add("--report_to", choices=utils.LoggerType.list(), default="tensorboard", help="the tracker")
+    add("--profile", action="store_true", help="trace steps 13 to 17, which slows the run")
 
 
 @dataclass
 class Progress:
-    """How far a run has come. Checkpoints store rank 0's."""
+    """The progress of a run. Checkpoints store rank 0's."""
 
     began: str  # UTC, in ISO 8601
-    step: int = 0  # the last one that is done
-    losses: list = field(default_factory=list)  # one per step, of the global batch
-    rates: list = field(default_factory=list)  # steps per second, from log to log
-    evaluations: list = field(default_factory=list)  # an epoch is done when it is evaluated
-    train_seconds: float = 0.0  # without evaluations and saving
+    step: int = 0  # optimizer steps that are done
+    losses: list = field(default_factory=list)  # of the global batch, one per step
+    rates: list = field(default_factory=list)  # steps per second, one for each log
+    evaluations: list = field(default_factory=list)  # metrics, one entry per finished epoch
+    train_seconds: float = 0.0  # excludes evaluation and saving
     eval_seconds: float = 0.0
-    counts: dict = field(default_factory=dict)  # what only this script records
-    peak_memory: float | None = None  # in MB, during training; --resume measures it anew
+    counts: dict = field(default_factory=dict)  # extra fields of this script's run.json
+    peak_memory: float | None = None  # in MB; --resume measures it again
 
 
 def connect_ranks():
     """Connect the processes that the launcher started, over gloo if they have no GPU."""
     env = os.environ
-    # Stop if the launcher is killed. A shell, which is not Python, may exit before the run does.
+    # Stop if the launcher dies. It is a Python process; a shell may exit before the run does.
     launched = "LOCAL_RANK" in env or "ACCELERATE_MIXED_PRECISION" in env
-    with contextlib.suppress(OSError):  # the parent may be another user's
+    with contextlib.suppress(OSError):  # the parent may belong to another user
         if launched and "python" in Path(os.readlink(f"/proc/{os.getppid()}/exe")).name:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    # accelerate connects nothing without LOCAL_RANK, though its launcher may set MASTER_ADDR.
+    # Without LOCAL_RANK, accelerate trains in one process, even if its launcher set MASTER_ADDR.
     several = env.get("WORLD_SIZE", "1") != "1" or env.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if env.get("LOCAL_RANK", "-1") == "-1" and (several or "MASTER_ADDR" in env):
-        advice = "use ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
+        advice = "launch with ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
         abort(f"each process would train alone: {advice}")
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -327,16 +328,16 @@ def connect_ranks():
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
         return PartialState()
-    if 1 < ranks <= len(cores):  # a rank is faster on cores of its own
+    if 1 < ranks <= len(cores):  # each rank is faster on its own cores
         os.sched_setaffinity(0, cores[int(env["LOCAL_RANK"]) :: ranks])
-    env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no GPU
+    env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns about a missing GPU
     if zero:
         import deepspeed.ops
 
-        # DeepSpeed 0.19.8 would compile it for 20 seconds, and write into the user's home.
+        # DeepSpeed 0.19.8 would compile this op for 20 seconds, and write into the user's home.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
-    if fsdp:  # accelerate 1.15 shards on CPUs only under this type
+    if fsdp:  # accelerate 1.15 needs this on CPUs
         state.distributed_type = utils.DistributedType.MULTI_GPU
     if torch.cuda.device_count():
         abort(f"torch {torch.__version__} cannot use the GPU here: is its driver too old?")
@@ -344,21 +345,20 @@ def connect_ranks():
 
 
 def make_accelerator(args):
-    """The Accelerator for the launcher's YAML, and its strategy, such as "zero2". A collective."""
-    # accelerate has no DP: dp.yaml marks itself with a dynamo mode that torch.compile would reject.
+    """Return the Accelerator and the name of its strategy, such as "zero2". A collective."""
+    # accelerate has no DP, so dp.yaml sets a dynamo mode that torch.compile would reject.
     dp = os.environ.get("ACCELERATE_DYNAMO_MODE") == "data_parallel"
     if dp:
         del os.environ["ACCELERATE_DYNAMO_MODE"]
     if utils.parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
         abort("fsdp_version must be 2: write it into the YAML, or set FSDP_VERSION=2")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 do not train a new head
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 never train a new head
     if args.resume and not args.output_dir:
         abort("--resume needs --output_dir")
     name = Path(__file__).stem.removeprefix("train_")
     folder = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
     folder = args.output_dir = utils.broadcast_object_list([folder])[0]  # rank 0's
     accelerator = Accelerator(
-        # Ranks share each batch, and the sample order depends on the seed and the epoch alone.
         dataloader_config=utils.DataLoaderConfiguration(
             split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
         ),
@@ -375,7 +375,7 @@ def make_accelerator(args):
         strategy = "hsdp" if accelerator.parallelism_config else "fsdp"
         plugin = accelerator.state.fsdp_plugin
         if plugin.activation_checkpointing and args.dropout:  # the second pass draws other masks
-            abort("fsdp_activation_checkpointing needs --dropout 0; see BERT's own flag")
+            abort("fsdp_activation_checkpointing needs --dropout 0; BERT's own flag does not")
         if not torch.cuda.is_available():
             plugin.cpu_offload.pin_memory = False  # pinning needs a GPU
     elif accelerator.distributed_type != utils.DistributedType.NO:
@@ -384,17 +384,14 @@ def make_accelerator(args):
     if accelerator.mixed_precision == "fp16" and not torch.cuda.is_available():
         abort("fp16 needs a GPU; without one, accelerate would compute in fp32: use bf16 or no")
     if accelerator.mixed_precision == "bf16" and strategy == "dp":
-        abort("the threads of dp would compute in fp16 instead of bf16: use ddp.yaml")
-    sizes = accelerator.parallelism_config
-    if sizes and sizes.non_data_parallel_size > 1:  # several ranks would get the same samples
-        abort("tensor, context and sequence parallelism are not supported: set their sizes to 1")
+        abort("dp.yaml would compute in fp16 instead of bf16: use ddp.yaml")
     if args.with_tracking and not accelerator.log_with:
         abort(f"the tracker of --report_to {args.report_to} is not installed")
     return accelerator, strategy
 
 
 def configure_deepspeed(accelerator, args):
-    """Set in DeepSpeed's config what the flags say, and return its stage of ZeRO."""
+    """Copy the flags into DeepSpeed's config. Returns the stage of ZeRO."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     zero = config["zero_optimization"]
     zero["stage3_gather_16bit_weights_on_model_save"] = True  # or the final save fails
@@ -410,18 +407,18 @@ def configure_deepspeed(accelerator, args):
 
 
 def describe_run(accelerator, strategy, args):
-    """What run.json says from the start. Call it before there is a model: it notes the memory."""
+    """The first fields of run.json. Call this before the model exists: it measures the memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     devices = accelerator.num_processes
-    if strategy == "dp":  # one process uses all the GPUs that it sees
+    if strategy == "dp":  # one process uses all visible GPUs
         devices = max(1, torch.cuda.device_count())
-    cpu = re.search(r"model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text())  # ARM has none
+    cpu = re.search(r"model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text())  # missing on ARM
     device_name = f"CPU ({cpu[1] if cpu else os.uname().machine})"
     if torch.cuda.is_available():
         device_name = torch.cuda.get_device_name()
     options = {}
-    if strategy.startswith("zero"):  # DeepSpeed's JSON, without what the record says elsewhere
+    if strategy.startswith("zero"):  # DeepSpeed's JSON, minus duplicates
         options = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
         elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
         for name in [*elsewhere, "train_batch_size", "train_micro_batch_size_per_gpu"]:
@@ -464,8 +461,7 @@ def describe_run(accelerator, strategy, args):
 def settings(run):
     """The settings that a resumed run must share with the run that it continues."""
     values = {name: run.get(name) for name in ("version", "strategy", "global_batch_size")}
-    for name, value in run.get("strategy_options", {}).items():
-        values[f"strategy option, {name}"] = value
+    values |= {f"option {name}": value for name, value in run.get("strategy_options", {}).items()}
     return values | run.get("workload", {})
 
 
@@ -474,7 +470,7 @@ def open_folder(accelerator, args, run):
     folder = Path(args.output_dir)
     locked = True
     checkpoint = status = None
-    if accelerator.is_main_process:  # on a network disk, other nodes may see an older state
+    if accelerator.is_main_process:  # other nodes may see an older state
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
         try:
@@ -482,7 +478,7 @@ def open_folder(accelerator, args, run):
         except BlockingIOError:
             locked = False
         except OSError as problem:  # Lustre without -o flock, for example
-            say(f"warning: cannot lock {folder} ({problem.strerror}): start no second run in it")
+            say(f"warning: cannot lock {folder} ({problem.strerror}): start only one run in it")
         checkpoint = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if (folder / "run.json").exists():
             status = json.loads((folder / "run.json").read_bytes())["status"]
@@ -511,18 +507,10 @@ def load_checkpoint(accelerator, checkpoint):
     say(f"resuming from {checkpoint}")
     saved = json.loads(Path(checkpoint, "progress.json").read_bytes())
     if saved["run"]["processes"] == accelerator.num_processes:
-        # Without it, accelerate 1.15 would go on with other dropout masks (accelerate#4283).
-        file = f"{checkpoint}/random_states_{accelerator.process_index}.pkl"
-        lost = []
-        try:
-            utils.load(file)["torch_manual_seed"]
-        except Exception as problem:
-            lost = [f"{file} is missing or damaged ({type(problem).__name__})"]
-        lost = utils.gather_object(lost)
-        if lost:
-            abort(f"{lost[0]}: remove {checkpoint}, and --resume takes the one before")
+        # Fails if it is lost. accelerate 1.15 would draw other dropout masks (accelerate#4283).
+        utils.load(f"{checkpoint}/random_states_{accelerator.process_index}.pkl")
     accelerator.load_state(checkpoint)
-    accelerator.step = 0  # the old run may have had more micro-batches per step
+    accelerator.step = 0  # micro-batches per step may differ now
     return Progress(**saved["progress"])
 
 
@@ -541,10 +529,9 @@ def start_profiler(accelerator, args):
 
 
 def watch_signals():
-    """A list that grows with each signal that asks this rank to stop."""
+    """Return a list that grows with each signal to stop. Under nohup, SIGHUP stays ignored."""
     signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        # nohup ignores SIGHUP. A launcher may ignore others, but its ranks must not.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: signals.append(True))
     return signals
@@ -558,7 +545,7 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
     progress.train_seconds += seconds
     progress.rates.append(len(means) / seconds)
     progress.losses += itertools.takewhile(math.isfinite, means)
-    if not progress.evaluations:  # an evaluation may need more memory than training
+    if not progress.evaluations:  # evaluation may need more than training
         progress.peak_memory = peak_memory()
     values = {"loss": means[-1], "learning_rate": rate}
     if norm is not None:
@@ -570,10 +557,10 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
 
 
 def batches_to_evaluate(accelerator, loader, run, progress, signals):
-    """The batches of an evaluation, which a signal cuts short: it ends the run. A collective."""
-    said = time.perf_counter()  # how far it is, once a minute
+    """Yield the batches of an evaluation. A signal ends the run. A collective."""
+    said = time.perf_counter()  # report the progress once a minute
     for done, batch in enumerate(loader):
-        if utils.gather_object(signals):  # of any rank
+        if utils.gather_object(signals):  # on any rank
             end_run(accelerator, run, progress, "preempted")
         if time.perf_counter() - said > 60:
             said = time.perf_counter()
@@ -585,23 +572,22 @@ def save_checkpoint(accelerator, run, progress):
     """Save what --resume needs. The folder gets its name when it is complete. A collective."""
     folder = Path(accelerator.project_dir, "checkpoints")
     partial = folder / "partial"
-    accelerator.save_state(partial, safe_serialization=False)  # safetensors have mode 0600
-    if accelerator.is_main_process:
-        # As JSON: what accelerate registers for checkpoints could run code when it is loaded.
-        state = {"run": run, "progress": asdict(progress) | {"peak_memory": None}}
-        (partial / "progress.json").write_text(json.dumps(state))
+    accelerator.save_state(partial, safe_serialization=False)  # safetensors files get mode 0600
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        # As JSON: objects that are registered with accelerate could run code when they are loaded.
+        state = {"run": run, "progress": asdict(progress) | {"peak_memory": None}}
+        (partial / "progress.json").write_text(json.dumps(state))
         partial.rename(folder / f"step_{progress.step:08d}")
         for old in sorted(folder.glob(CHECKPOINT))[:-2]:
-            shutil.rmtree(old, ignore_errors=True)  # NFS keeps files that somebody reads
+            shutil.rmtree(old, ignore_errors=True)  # NFS keeps files that are being read
 
 
 def save_model(accelerator, model, folder):
     """Save the weights in fp32, gathered from all ranks. A collective."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        # torch.compile adds a prefix to the names.
+        # torch.compile adds this prefix.
         weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
         weights = {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
         os.makedirs(folder, exist_ok=True)
@@ -616,7 +602,7 @@ def write_file(path, content):
 
 
 def peak_memory():
-    """The most MB that this process has held on its (first) GPU, or CPU."""
+    """The peak memory of this process in MB, on its (first) GPU or in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
     sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -625,8 +611,7 @@ def peak_memory():
 
 def write_record(accelerator, run, progress, status):
     """Write run.json: what was asked for, and what was measured so far. A collective."""
-    # psutil rounds the time of the boot, and with it the start: the difference is exact.
-    started = psutil.Process().create_time() - psutil.boot_time()
+    started = psutil.Process().create_time() - psutil.boot_time()  # the rounding errors cancel
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # of this process, imports included
     run.setdefault("startup_seconds", age)
     record = run | progress.counts
@@ -636,7 +621,7 @@ def write_record(accelerator, run, progress, status):
     rank["memory_before_mb"] = record.pop("memory_before_mb")
     rank["peak_memory_mb"] = progress.peak_memory
     ranks = utils.gather_object([rank])
-    rate = statistics.median(progress.rates or [0])  # the median leaves out the warm-up
+    rate = statistics.median(progress.rates or [0])  # the median ignores the warm-up
     seconds = {"startup": record.pop("startup_seconds"), "total": age}
     seconds |= {"train": progress.train_seconds, "eval": progress.eval_seconds}
     record |= {
@@ -665,7 +650,7 @@ def end_run(accelerator, run, progress, status):
 
 
 def say(line):
-    """Print a line on rank 0. It never fails: the reader may be gone, or the disk full."""
+    """Print a line on rank 0. A closed pipe or a full disk does not end the run."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError, ValueError):
             print(line, flush=True)
@@ -676,22 +661,21 @@ def abort(message):
     sys.exit(f"error: {message}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
-@errors.record  # torch's launcher shows the traceback of the rank that failed first
+@errors.record  # for the launcher's summary of errors
 def cli():
     """Run the script as a command."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and os.environ["RANK"] != "0":
         sys.excepthook = lambda *_: None  # the launcher has the traceback
-    connect_ranks()  # first: then all ranks meet an error at the same time, and rank 0 reports it
-    args = parse_args()
+    connect_ranks()  # first, so that rank 0 prints any error
     try:
-        _ = main(args)
+        _ = main(parse_args())
     except SystemExit as end:
         if end.code:
             raise
         _ = end
     with contextlib.suppress(OSError, ValueError):
         print(end="", flush=True)
-    # `_` keeps the model: gloo may hang while it is freed, and at Python's end (pytorch#56297).
+    # `_` keeps the model alive: gloo may hang when it is freed or Python exits (pytorch#56297).
     os._exit(0)
 
 
