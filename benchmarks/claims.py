@@ -34,7 +34,7 @@ WORLDS = {
     "one cell scatters ten times as much": ([3] * CELLS, [0.01] * 8 + [0.1]),
     "the same, 5 repeats": ([5] * CELLS, [0.01] * 8 + [0.1]),
     "the baseline scatters ten times as much": ([3] * CELLS, [0.1] + [0.01] * 8),
-    "spreads of 1, 2, ... 9 %": ([5] * CELLS, [0.01 * (1 + cell) for cell in range(CELLS)]),
+    "spreads of 1 to 9 %, 5 repeats": ([5] * CELLS, [0.01 * (1 + cell) for cell in range(CELLS)]),
     "2 repeats beside 10, which scatter a tenth as much": ([10] + [2] * 8, [0.01] + [0.1] * 8),
     "10 repeats beside 2, which scatter ten times as much": ([2] + [10] * 8, [0.1] + [0.01] * 8),
     "each run 0.5 % slower than the one before, in turns": ([3] * CELLS, LIKE_DRIFT, "turns"),

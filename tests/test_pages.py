@@ -299,7 +299,7 @@ def test_launch_commands_work(tmp_path):
         words = [*flags.split(), *small, "--max_train_steps", 3, "--output_dir", folder]
         result = launch(strategy, script, folder, *words)
         assert (result.record["status"], result.record["strategy"]) == ("completed", strategy)
-    assert len(commands) > 3
+    assert len(commands) > 2
 
 
 @pytest.mark.slow

@@ -10,43 +10,28 @@ BERT-base is in fp32, and a node has eight devices.
 import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
+from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "img")]
-
-from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture  # noqa: E402  in the folders above
-
+sys.path.insert(0, str(ROOT))
 from common.facts import sent_share  # noqa: E402
+from fit import MODELS  # noqa: E402
 
 DATA = ROOT / "tests" / "data"
 COUNTS = ROOT / "docs" / "results" / "scale" / "counts.json"
-BASE = {
-    "num_hidden_layers": 12,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "vocab_size": 30522,
-}
 DEVICES = [2, 8, 64, 512, 4096]
 PER_NODE = 8
 OTHER = "zero2, other setting"  # zero2.yaml with use_multi_rank_bucket_allreduce as it is not
 SETTING = "use_multi_rank_bucket_allreduce"
 KEPT = json.loads(COUNTS.read_text())
-COLOURS = {
-    "ddp": "black",
-    "fsdp": BLUE,
-    "hsdp": GREEN,
-    "zero2": ORANGE,
-    OTHER: PINK,
-    "zero3": SKY,
-}
+COLOURS = {"ddp": "black", "fsdp": BLUE, "hsdp": GREEN}
+COLOURS |= {"zero2": ORANGE, OTHER: PINK, "zero3": SKY}
 
 
 def by_level(cell):
@@ -93,7 +78,8 @@ def make_inputs(folder):
     """
     shutil.copytree(DATA / "tiny_bert", folder / "base")
     config = json.loads((folder / "base" / "config.json").read_text())
-    (folder / "base" / "config.json").write_text(json.dumps(config | BASE))
+    config |= MODELS["bert-base"] | {"num_attention_heads": 12}
+    (folder / "base" / "config.json").write_text(json.dumps(config))
     [paragraph] = json.loads((DATA / "squad_v1.json").read_text())["data"][0]["paragraphs"][:1]
     paragraph["context"] = paragraph["context"].split(". ")[0]
     answers = [{"text": paragraph["context"][:5], "answer_start": 0}]
@@ -125,19 +111,12 @@ def count(strategy, devices, folder, words):
     yaml = folder / yaml.name if strategy == OTHER else yaml
     nodes = max(1, devices // PER_NODE)
     out = folder / f"{strategy}-{devices}"
-    command = [sys.executable, ROOT / "dry_run.py", "--nodes", nodes, devices, yaml]
-    began = time.time()
-    with open(folder / "log", "w") as log:
-        words = list(map(str, [*command, *words, "--output_dir", out]))
-        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-        _, code, usage = os.wait4(process.pid, 0)
-    if code:
-        sys.exit((folder / "log").read_text())
-    print(
-        f"{strategy} on {devices}: {time.time() - began:.0f} s, of the CPU "
-        f"{usage.ru_utime + usage.ru_stime:.0f} s, {usage.ru_maxrss / 1e6:.1f} GB",
-        flush=True,
-    )
+    command = [sys.executable, "dry_run.py", "--nodes", nodes, devices, yaml]
+    command += [*words, "--output_dir", out]
+    print(f"{strategy} on {devices}", flush=True)
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
     found = json.loads((out / "dry_run.json").read_text())
     names = ("nodes", "parameters", "collectives", "held_bytes")
     return {"strategy": strategy, "devices": devices} | {name: found[name] for name in names}
@@ -157,13 +136,13 @@ def count_all():
     COUNTS.write_text(f"[\n{lines}\n]\n")
 
 
-# -------- pictures
+# -------- pictures: not as wide as the others, to leave room for the names of the lines
 
 LEFT, RIGHT, TOP, BOTTOM = 70, 560, 40, 330
 LEGEND = 585
 
 
-def chart(title, found, series, low, high):
+def chart(title, series, low, high):
     """A Picture: lines over the number of devices, both axes by powers. `series`: {text: (colour,
     dash, {devices: value})}.
     """
@@ -203,7 +182,7 @@ def draw(found, folder):
         return {n: cell[level] for (name, n), cell in found.items() if name == strategy}
 
     calls = {name: (colour, "none", values(name, "calls")) for name, colour in COLOURS.items()}
-    picture = chart("Calls of a step", found, calls, 1, 10_000)
+    picture = chart("Calls of a step", calls, 1, 10_000)
     picture.save(folder / "scale-calls.svg", BOTTOM + 50)
     sizes = {}
     for name, colour in COLOURS.items():
@@ -214,7 +193,7 @@ def draw(found, folder):
         if name == "hsdp":
             megabytes = {n: size / 1e6 for n, size in between.items()}
             sizes["hsdp, between nodes alone"] = colour, "3 4", megabytes
-    picture = chart("MB that a device sends in a step", found, sizes, 50, 5_000)
+    picture = chart("MB that a device sends in a step", sizes, 50, 5_000)
     picture.save(folder / "scale-bytes.svg", BOTTOM + 50)
 
 

@@ -38,7 +38,7 @@ def span(event):
 
 
 def covered(spans):
-    """Disjoint spans, in order, that cover the same as these."""
+    """Disjoint spans, in order, that cover the same time."""
     merged = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -49,7 +49,7 @@ def covered(spans):
 
 
 def length(spans):
-    """How long these spans are together, without counting anything twice."""
+    """The total length of these spans, with overlaps counted once."""
     return sum(end - start for start, end in covered(spans))
 
 
@@ -152,14 +152,12 @@ def reduce_step(events, start, end, zero):
         return begin < end and stop > start and not other
 
     inside = list(filter(is_inside, events))
-    autograd = covered(
-        span(event)
-        for event in inside
-        if event["name"].startswith("autograd::engine::evaluate_function")
-    )
-    optimizer = covered(
-        span(event) for event in inside if event["name"].startswith("Optimizer.step")
-    )
+
+    def spans_of(name):
+        return covered(span(event) for event in inside if event["name"].startswith(name))
+
+    autograd = spans_of("autograd::engine::evaluate_function")
+    optimizer = spans_of("Optimizer.step")
     phases = {"forward": [], "backward": [], "optimizer": []}
     for event in inside:
         if event["cat"] == "cpu_op" and event["name"].startswith("aten::"):
@@ -199,7 +197,7 @@ def merge(spans):
 
 
 def gaps_of(rank):
-    """The spans in which a rank communicates and does not compute, as long as one can see them."""
+    """The visible spans in which a rank communicates and does not compute."""
     computing = covered([*rank["forward"], *rank["backward"], *rank["optimizer"]])
     gaps = []
     for start, end in covered([begin, stop] for begin, stop, _ in rank["calls"]):
@@ -224,14 +222,11 @@ def says(width, *texts):
 def draw(picture, run):
     """Two lanes per rank, and of a run with many calls two layers. Returns where they end."""
     end, y = max(rank["step"][1] for rank in run["ranks"]), 24
-    micro = f" x {run['micro_batches']} micro-batches" * (run["micro_batches"] > 1)
-    picture.text(
-        LEFT,
-        16,
-        f"One step under {run['strategy'].upper()}, batch {run['batch']}{micro} "
-        f"per device: {end:.0f} ms, time to the right",
-        weight="bold",
-    )
+    batch = f"batch {run['batch']}"
+    if run["micro_batches"] > 1:
+        batch += f" x {run['micro_batches']} micro-batches"
+    title = f"One step under {run['strategy'].upper()}, {batch} per device: {end:.0f} ms"
+    picture.text(LEFT, 16, f"{title}, time to the right", weight="bold")
     # When the last rank has come to the first collective, to the second, ...
     together = [
         max(call[0] for call in calls)
@@ -239,13 +234,8 @@ def draw(picture, run):
     ]
     for number, rank in enumerate(run["ranks"]):
         picture.text(LEFT - 8, y + 14, f"rank {number}", "end", weight="bold")
-        picture.text(
-            LEFT,
-            y + 14,
-            "this step: "
-            + ", ".join(f"{name} {share:.0%}" for name, share in rank["shares"].items()),
-            size=11,
-        )
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in rank["shares"].items())
+        picture.text(LEFT, y + 14, f"this step: {shares}", size=11)
         y += 38
         lanes(picture, y, rank, together, 0, end)
         if gaps := gaps_of(rank):
@@ -257,7 +247,11 @@ def draw(picture, run):
     y += 24
     if window := two_layers(run["ranks"][0]):
         y = zoom(picture, y, run["ranks"][0], together, *window)
-    return legend(picture, y, kinds)
+    entries = [(f"{initials(name)}: {name}", COLOURS.get(name, PINK)) for name in kinds]
+    entries.append(("gap: communicates, does not compute", "url(#hatch)"))
+    entries.append(("pale: waits for the other rank", PINK, 0.3))
+    entries.append(("white: neither (Python, loading)", "white"))
+    return picture.legend(y, entries)
 
 
 def lanes(picture, y, rank, together, begin, end, numbered=()):
@@ -297,7 +291,7 @@ def lanes(picture, y, rank, together, begin, end, numbered=()):
 
 
 def two_layers(rank):
-    """From when to when FSDP's backward pass of two layers lasts; None for a run without them."""
+    """When two layers of FSDP's backward pass begin and end; None for a run without them."""
     begin = min((start for start, _ in rank["backward"]), default=0)
     calls = [(stop, name) for start, stop, name in rank["calls"] if start >= begin]
     reduces = [stop for stop, name in calls if name == "all-reduce"]
@@ -327,12 +321,8 @@ def copies(rank):
 def zoom(picture, y, rank, together, begin, end):
     """Two layers of the backward pass, with the names of short spans. Returns where this ends."""
     scale, said = (RIGHT - LEFT) / (end - begin), []
-    picture.text(
-        LEFT,
-        y + 16,
-        f"Rank 0 from {begin:.0f} to {end:.0f} ms: the backward pass of two layers",
-        weight="bold",
-    )
+    title = f"Rank 0 from {begin:.0f} to {end:.0f} ms: the backward pass of two layers"
+    picture.text(LEFT, y + 16, title, weight="bold")
     y += 42
     named = copies(rank)
     lanes(picture, y, rank, together, begin, end, named)
@@ -349,7 +339,8 @@ def zoom(picture, y, rank, together, begin, end):
 
 
 def axis(picture, y, begin, end):
-    step = step_of_axis(end - begin)
+    steps = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+    step = next(step for step in steps if (end - begin) / step <= 12)
     for tick in range(math.ceil(begin / step) * step, int(end) + 1, step):
         x = LEFT + (tick - begin) * (RIGHT - LEFT) / (end - begin)
         picture.line((x, y - 4), (x, y + 2))
@@ -363,56 +354,28 @@ def label_gap(picture, y, scale, gaps):
     text = f"the gap: {stop - start:.0f} ms"
     if stop - start < 0.9 * total:
         text = f"the longest of {len(gaps)} gaps: {stop - start:.0f} ms; all: {total:.0f} ms"
-    picture.arrow((x, y - 16), (x, y))
+    picture.line((x, y - 16), (x, y))
+    picture.lines.append(f'<path d="M{x:.1f},{y:.1f} l-4,-7 l8,0 z"/>')
     left = x > (LEFT + RIGHT) / 2
     picture.text(x + (-6 if left else 6), y - 7, text, "end" if left else "start", 11)
-
-
-def step_of_axis(end):
-    """1, 2 or 5 times a power of ten, for five to twelve ticks."""
-    return next(
-        step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if end / step <= 12
-    )
-
-
-def legend(picture, y, kinds):
-    """What the boxes mean. Returns where this ends."""
-    return picture.legend(
-        y,
-        [
-            *((f"{initials(name)}: {name}", COLOURS.get(name, PINK)) for name in kinds),
-            ("gap: communicates, does not compute", "url(#hatch)"),
-            ("pale: waits for the other rank", PINK, 0.3),
-            ("white: neither (Python, loading)", "white"),
-        ],
-    )
 
 
 def main():
     parser = argparse.ArgumentParser(description="Draw a step of profiled runs.")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs with --profile")
-    parser.add_argument(
-        "--to",
-        type=Path,
-        default=Path(__file__).parent / "traces",
-        help="the folder for the pictures and traces.json",
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        choices=range(1, 6),
-        help="which of the 5 traced steps (default: the one of median length)",
-    )
-    parser.add_argument(
-        "--shares", action="store_true", help="print where the time of all traced steps went"
-    )
+    folder = "the folder for the pictures and traces.json"
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "traces", help=folder)
+    step = "which of the 5 traced steps (default: the one of median length)"
+    parser.add_argument("--step", type=int, choices=range(1, 6), help=step)
+    shares = "print where the time of all traced steps went"
+    parser.add_argument("--shares", action="store_true", help=shares)
     args = parser.parse_args()
     try:
         if args.shares:
             return print(table_of_shares(args.runs))
         traced = {run.name: reduce_run(run, args.step) for run in args.runs}
     except (OSError, LookupError, TypeError, ValueError) as problem:
-        printing.stop(f"this is no run with --profile ({type(problem).__name__}: {problem})")
+        printing.stop(f"not a run with --profile ({type(problem).__name__}: {problem})")
     file = args.to / "traces.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     kept |= traced
