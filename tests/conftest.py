@@ -1,10 +1,9 @@
-"""What the tests share: launches, records, weights, and real data where a developer has some."""
+"""What the tests share: launches, records and weights."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,19 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.strategies import STRATEGIES as YAMLS
 
 ROOT = Path(__file__).resolve().parent.parent
-# squad/ (train.json, dev.json) and minilm/ (a model); absent on most machines.
-REAL_DATA = Path(os.environ.get("REAL_DATA", ROOT.parent / "shared" / "data"))
-
 # As `accelerate-launch`, which does not import accelerate's other commands.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 BASELINE = ["--config_file", "accelerate_configs/baseline.yaml"]  # words of the launcher
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # what quick tests train with
 # The other YAMLs of two processes.
-RUNGS = [
-    name
-    for name, known in YAMLS.items()
-    if known.family not in ("baseline", "dp", "hsdp") and name not in STRATEGIES
-]
+RUNGS = [name for name in YAMLS if name not in ("baseline", "dp", "hsdp", *STRATEGIES)]
 # check.py measures less often in tests.
 QUICK_CHECK = (ROOT / "check.py").read_text().replace("SECONDS = 20,", "SECONDS = 3,")
 
@@ -73,7 +65,7 @@ class Result:
         return {event.step: event.value for event in self.events(name)}
 
     def error_line(self):
-        """The one line in which the script says what is wrong; all else is the launcher's."""
+        """The one line in which the script says what is wrong. The launcher prints the others."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, f"expected one error line, got {lines} in:\n{self.err}"
         assert self.code != 0
@@ -100,8 +92,8 @@ def rows_of(text):
 
 
 def namespaces(setup, *more):
-    """The words that run what follows in namespaces of mounts and host names, and more, in which
-    the shell did `setup` first.
+    """The words that run a command in new namespaces of mounts and host names, and `more`, after a
+    shell ran `setup` there.
     """
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("namespaces need root, and unshare")
@@ -109,7 +101,7 @@ def namespaces(setup, *more):
 
 
 def run_forked(words, argv, folder=None, env=None, root=ROOT, alone=False):
-    """As `run` of an `accelerate launch WORDS ARGV`, by ranks that import nothing: see warm.py."""
+    """The same as `run` of `accelerate launch WORDS ARGV`, but with forked ranks: see warm.py."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         env = os.environ | (env or {})
         code = warm.run_ranks(words, argv, env, root, out.name, err.name, 240, alone)
@@ -117,10 +109,10 @@ def run_forked(words, argv, folder=None, env=None, root=ROOT, alone=False):
 
 
 def launch(strategy, script, folder, *flags, processes=None, launcher=(), env=None, ok=True):
-    """`accelerate launch` a script under a strategy's YAML, or under the YAML of a path, into
-    `folder`; `ok` says whether it has to exit with 0.
+    """`accelerate launch` a script into `folder`. `strategy` is the name of a YAML, or a path. If
+    `ok`, the run has to exit with 0.
 
-    The ranks are forked (see warm.py): of `env`, libraries do not see what they read when they are
+    The ranks are forked (see warm.py), so `env` cannot change what libraries read when they are
     imported. With a SPY_ variable in it, tests/spy.py runs the script.
     """
     if any(name.startswith("SPY_") for name in env or {}):
@@ -143,25 +135,8 @@ def spied(strategy, script, folder, *flags, ok=True, processes=None, **env):
 
 
 def anchor(heading):
-    """What a link to a heading of a Markdown page has behind its #."""
+    """The part after # in a link to a heading of a Markdown page."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-@pytest.fixture(autouse=True)
-def own_signals():
-    """Give pytest its signal handlers back after a script's main() ran in this process."""
-    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="session")
-def real_data():
-    if not REAL_DATA.exists():
-        pytest.skip("no real data on this machine")
-    return REAL_DATA
 
 
 @pytest.fixture(scope="session")
@@ -187,8 +162,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)  # There may be no xdist.
 def pytest_xdist_make_scheduler(config, log):
-    """Which tests one of several workers takes together: those with a Slurm cluster, of which there
-    is one, and those of a file, which share runs. Each page is typed by itself.
+    """Which tests one worker runs together: those that need the Slurm cluster, because there is
+    only one, and those of a file, because they share runs. Each page is a group of its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -208,7 +183,7 @@ SAID = set()
 
 @pytest.fixture
 def say_row(capsys):
-    """A function that prints a row of a table at once, with its head before the first one."""
+    """A function that prints a row of a table at once, and its head before the first row."""
 
     def say(head, row):
         with capsys.disabled():

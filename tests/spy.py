@@ -1,16 +1,16 @@
-"""Tests launch this in place of a script: it notes what the script does, and causes the accidents
-that a test asks for. It hooks accelerate and torch, and not the script, which may change.
+"""Tests launch this instead of a script. It notes what the script does, and causes the accidents
+that a test asks for. It hooks into accelerate and torch, because the script may change.
 
 SPY_SCRIPT  the script's name without .py
 SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on
-SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch number 30 (from 0);
+SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch 30 (counted from 0);
             "SIGTERM all 30": every rank; "SIGTERM+SIGUSR1 1 30": two signals, one after the other
 SPY_EVAL    the same when an evaluation batch is read
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
-SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch number 30
-SPY_MEMORY  an evaluation holds this many MB more
-SPY_SCORES  "0.5 0.9": what the LSTM's evaluations find, each of one batch
-SPY_SHAPES  torch.compile gives up after this number of shapes; its own number is 8
+SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch 30
+SPY_MEMORY  an evaluation needs this many MB more
+SPY_SCORES  "0.5 0.9": the accuracies that the LSTM's evaluations find, each in one batch
+SPY_SHAPES  torch.compile gives up after this number of shapes, instead of 8
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
 SPY_WIRE    notes in SPY_WIRE/wire_RANK.json what the node had sent when steps 2 and 12 ended
 SPY_CALLS   notes in SPY_CALLS/calls_RANK.json the collectives within steps 3 to 5, with their bytes
@@ -53,8 +53,8 @@ STARTED = time.time()  # tells this process from the one of an earlier job
 
 
 def instead(owner, name, *orders):
-    """Decorator: where any of these is ordered, the function stands in the place of `owner.name`.
-    Its first argument is the original.
+    """Decorator: if a test gives any of these orders, the function replaces `owner.name`, which it
+    gets as its first argument.
     """
 
     def replace(function):
@@ -102,7 +102,7 @@ def backward(original, self, loss, **options):
 
 @instead(accelerate.accelerator, "save_accelerator_state", "SAVE")
 def save_accelerator_state(original, *args, **options):
-    """The end of `save_state`: what accelerate saves is on disk, and the script's own is not."""
+    """The end of `save_state`: accelerate's files are on disk, and the script's own are not."""
     folder = original(*args, **options)
     COUNTS["saved"] += 1
     if RANK == 0:
@@ -147,8 +147,8 @@ if "SHAPES" in ORDERS:
 
 
 class Calls(TorchDispatchMode):
-    """Notes all that goes to a process group, whoever calls: Python, DDP's reducer, or FSDP: its
-    kind, the size of the group, and the bytes of the whole tensor.
+    """Notes each collective, whether Python, DDP's reducer or FSDP calls it: its kind, the size of
+    its group, and the bytes of the whole tensor.
     """
 
     KINDS = {"reduce_scatter": 1, "all_gather": 0, "all_reduce": 0, "reduce": 0, "broadcast": 0}

@@ -1,23 +1,15 @@
-"""train_mnist_rnn.py under every strategy: equal numbers, every sample once, a whole record, and
-one line for bad input.
-"""
+"""train_mnist_rnn.py: equal numbers under every strategy, a complete record, and bad input."""
 
 import os
-import re
-import shutil
 import statistics
-import sys
 import time
 from datetime import datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
-from conftest import ROOT, STRATEGIES, launch, run, run_forked, spied
-from safetensors.torch import load_file
-from test_mnist_resume import assert_near, ids_seen
+from conftest import ACCELERATE, ROOT, STRATEGIES, launch, run, run_forked, spied
+from test_mnist_resume import assert_near, ids_seen, samples_of_steps
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -25,14 +17,12 @@ import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
 GLOBAL_BATCH, STEPS = 64, 44  # two epochs
-DIGITS = ["--dataset", "digits"]
-BATCH = "--dataset digits --per_device_train_batch_size"
 
 
 def flags(micro_batch, accumulation=1):
     sizes = f"{micro_batch} --gradient_accumulation_steps {accumulation}"
-    words = f"--num_epochs 2 --dropout 0 --per_device_train_batch_size {sizes}"
-    return [*DIGITS, *words.split()]
+    words = f"--dataset digits --num_epochs 2 --dropout 0 --per_device_train_batch_size {sizes}"
+    return words.split()
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +39,13 @@ def assert_same_numbers(result, baseline):
 @pytest.mark.canary
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_numbers_as_the_baseline(strategy, baseline, tmp_path):
-    """With accumulation, from the same samples in every step. 360 test images in batches of 7 from
-    2 processes: the last round is uneven, and each image still counts once.
+    """With accumulation, from the same samples in every step. Batches of 7 test images from 2
+    processes leave an uneven last round, and each image still counts once.
     """
     result = spied(strategy, SCRIPT, tmp_path, *flags(16, 2), "--per_device_eval_batch_size", 7)
     assert_same_numbers(result, baseline)
-    mine = [ids_seen(tmp_path, rank) for rank in (0, 1)]
-    for step, ids in enumerate(ids_seen(baseline.folder, 0)):
-        both = [sum(mine[rank][2 * step : 2 * step + 2], []) for rank in (0, 1)]
-        assert sorted(sum(both, [])) == sorted(ids), f"step {step + 1} saw other samples"
+    mine = samples_of_steps(tmp_path, 2, GLOBAL_BATCH)
+    assert torch.equal(mine, samples_of_steps(baseline.folder, 1, GLOBAL_BATCH))
 
 
 def test_the_baseline_trains_as_a_plain_loop_does(baseline):
@@ -84,7 +72,7 @@ def test_the_baseline_trains_as_a_plain_loop_does(baseline):
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
-    """Whatever autocast makes of an LSTM: on CUDA it is fp16, on a CPU what was asked for."""
+    """Not in that of autocast, which on a GPU is always fp16."""
     model = script.RowLSTM(8, 16, 0.0)
     model.lstm.register_forward_hook(lambda module, ins, outs: seen.append(outs[0].dtype))
     for weights in (torch.float32, precision):
@@ -95,21 +83,11 @@ def test_the_lstm_computes_in_the_dtype_of_its_weights(precision):
         logits.float().sum().backward()
 
 
-def test_memory_is_that_of_training_alone(baseline, tmp_path):
-    """An evaluation holds 400 MB more than training does, also than the epoch after it. The run's
-    real time is not longer than the run. The peak is the most held, and not what is held.
-    """
-    [usual], start = baseline.record["ranks"], time.time()
+def test_the_peak_memory_is_that_of_training(baseline, tmp_path):
+    """Here an evaluation needs 400 MB more. That must not count, even in the second epoch."""
     result = launch("baseline", SCRIPT, tmp_path, *flags(64), env={"SPY_MEMORY": "400"})
-    longest, [rank] = time.time() - start, result.record["ranks"]
-    peak = rank["peak_memory_mb"]
-    assert result.record["seconds"]["train"] < rank["real"] < longest
-    assert 50 < rank["memory_before_mb"] < peak < usual["peak_memory_mb"] + 200
-    block = torch.ones(100_000_000)
-    held = psutil.Process().memory_info().rss / 1e6
-    del block
-    kernel_knows_it = "VmHWM" in Path("/proc/self/status").read_text()
-    assert script.peak_memory() > held - 1 or not kernel_knows_it
+    [usual], [rank] = baseline.record["ranks"], result.record["ranks"]
+    assert 50 < rank["memory_before_mb"] < rank["peak_memory_mb"] < usual["peak_memory_mb"] + 200
 
 
 RECORD = """version script strategy strategy_options nodes processes devices device_name threads
@@ -118,8 +96,9 @@ RECORD = """version script strategy strategy_options nodes processes devices dev
     metrics loss_history began status resumed_from profiled versions slurm_job_id argv""".split()
 
 
-def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
-    """Three: the record is whole, and TensorBoard has what it says."""
+def test_the_record_is_complete_and_agrees_with_tensorboard(tmp_path):
+    """A run on three processes."""
+    started = time.time()
     words = "--max_train_steps 30 --with_tracking --max_grad_norm 1 --per_device_eval_batch_size 11"
     words = [*flags(21), *words.split(), "--logging_steps", 8]
     result = launch("zero3", SCRIPT, tmp_path, *words, processes=3)
@@ -133,19 +112,15 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     assert all(set(rank) == set(measured.split()) for rank in record["ranks"])
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1, 2]
     assert record["global_batch_size"] == 63 and record["steps"] == 30
+    began = datetime.fromisoformat(record["began"])
+    assert began.utcoffset() == timedelta(0) and began.timestamp() >= int(started)
     assert set(record["versions"]) == {"torch", "accelerate", "deepspeed", "transformers"}
     seconds = record["seconds"]
     assert seconds["total"] >= seconds["startup"] + seconds["train"] + seconds["eval"] > 0
+    assert all(seconds["train"] < rank["real"] < time.time() - started for rank in record["ranks"])
     rates = record["steps_per_second"]
     assert len(rates) == 5, "8, 16, 22 (the epoch's end), 24, 30"
     assert record["samples_per_second"] == 63 * statistics.median(rates)
-
-    # The saved weights, evaluated by hand in this process, are as accurate as three counted.
-    model = script.RowLSTM(8, 64, 0.0).eval()
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    train_x, test_x, _, labels = script.read_images(SimpleNamespace(dataset="digits"))
-    rows = (test_x.float() - train_x.float().mean()) / train_x.float().std(correction=0)
-    assert record["metrics"]["accuracy"] == (model(rows).argmax(1) == labels).sum().item() / 360
 
     losses = {step: result.losses[step - 1] for step in (8, 16, 22, 24, 30)}
     assert result.logged("loss") == pytest.approx(losses)
@@ -156,126 +131,63 @@ def test_any_number_of_processes_counts_every_image_once_and_logs(tmp_path):
     assert len(norms) == 5 and all(0.01 < norm < 10 for norm in norms)
 
 
-def test_progress_is_lines(baseline):
-    log = baseline.out
-    assert re.search(r"^baseline on 1 x CPU .*samples; results go to ", log, re.M)
-    step = r"^step 22/44: loss \d\.\d{4}, \d+\.\d\d steps/s, 0:00:\d\d left\nepoch 1/2: test acc"
-    assert re.search(step, log, re.M)
-    assert log.splitlines()[-1].startswith(f"completed at step {STEPS}: ")
-
-
 def test_every_sample_once_an_epoch_and_in_another_order_in_each(baseline):
-    steps = ids_seen(baseline.folder, 0)
-    first, second = sum(steps[:22], []), sum(steps[22:], [])
-    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 22 * GLOBAL_BATCH
+    epochs = samples_of_steps(baseline.folder, 1, GLOBAL_BATCH).view(2, -1)
+    first, second = epochs.tolist()
+    assert len(first) == len(set(first)) == len(set(second)) == 22 * GLOBAL_BATCH
     assert first != second
 
 
-# -------- bad input, one clear line
+# -------- bad input is one clear line
 
 
 @pytest.mark.parametrize(
-    "strategy, flags, pattern",
+    "strategy, flags, message",
     [
-        (
-            "baseline",
-            "--checkpointing_steps 0",
-            "--checkpointing_steps: 0 is not a whole number between",
-        ),
+        ("baseline", "--checkpointing_steps 0", "--checkpointing_steps: 0 is not a whole number"),
         ("baseline", "--learning_rate nan", "--learning_rate: nan is not a number between"),
-        ("baseline", "--max_train_steps x", "--max_train_steps: x is not a whole number between"),
-        ("baseline", "--dropout 2", "--dropout: 2 is not a number between 0 and 1"),
-        ("ddp", f"--seed {2**32 - 1}", "--seed: 4294967295 is not a whole number between 0"),
         ("baseline", "--with_tracking --report_to wandb", "--report_to wandb is not installed"),
-        ("baseline", "--dataset cifar", "invalid choice: 'cifar'"),
-        ("baseline", "--dataset digits --seeds 1", "unrecognized arguments: --seeds 1"),
+        ("baseline", "--seeds 1", "unrecognized arguments: --seeds 1"),
         ("baseline", "--resume", "--resume needs --output_dir"),
-        ("ddp", f"{BATCH} 719", r"global batch \(1438\) is larger than the training set \(1437\)"),
+        ("ddp", "--per_device_train_batch_size 719", "global batch (1438) is larger than the"),
     ],
 )
-def test_one_line_for_bad_input(strategy, flags, pattern, tmp_path):
-    """From one process and from two; nothing is left behind."""
+def test_one_line_for_bad_input(strategy, flags, message, tmp_path):
+    """From one process and from two. Nothing is left behind."""
     words = ["--config_file", f"{ROOT}/accelerate_configs/{strategy}.yaml"]
-    argv = [str(ROOT / SCRIPT), *flags.split()]
+    argv = [str(ROOT / SCRIPT), "--dataset", "digits", *flags.split()]
     if "--resume" not in argv:
         argv += ["--output_dir", "run"]
     result = run_forked(words, argv, root=tmp_path)
-    assert re.search(f"^error: .*{pattern}", result.error_line())
+    assert message in result.error_line()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "env, gpus, sentence",
+    "env, gpus, message",
     [
-        ({"WORLD_SIZE": "2"}, 0, "each process would train alone"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, 0, "each process would train alone"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each process would train alone"),  # on two nodes
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each process would train alone"),
         ({"MASTER_ADDR": "127.0.0.1"}, 0, "each process would train alone"),
         ({}, 2, "cannot use the GPU here: is its driver too old"),
     ],
 )
-def test_launches_that_would_not_do_what_was_asked(env, gpus, sentence, monkeypatch):
+def test_launches_that_would_not_do_what_was_asked(env, gpus, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(script, "PartialState", lambda **options: None)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="^error: .*" + re.escape(sentence)):
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         script.connect_ranks()
 
 
-def test_a_process_of_its_own_is_a_baseline_whatever_the_environment_says(tmp_path):
-    """LOCAL_RANK=-1 is what some launchers set for one process."""
-    env = {"LOCAL_RANK": "-1", "FSDP_VERSION": "1"}
-    record = launch("baseline", SCRIPT, tmp_path, *DIGITS, "--max_train_steps", 1, env=env).record
-    assert record["strategy"] == "baseline" and record["strategy_options"] == {}
-
-
-def test_a_run_does_not_go_on_with_other_images_of_the_same_labels(baseline, tmp_path):
-    text = (ROOT / SCRIPT).read_text()
-    assert text.count("digits.images, digits.target") == 1
-    inverted = tmp_path / "train_mnist_rnn.py"
-    inverted.write_text(text.replace("digits.images, d", "16 - digits.images, d"))
-    folder = tmp_path / "run"
-    shutil.copytree(baseline.folder, folder)
-    result = launch("baseline", inverted, folder, *flags(GLOBAL_BATCH), "--resume", ok=False)
-    assert "cannot resume with another checksum: " in result.error_line()
-
-
 @pytest.mark.slow
-def test_cores_of_ranks_are_counted_and_missing_ones_are_a_warning(tmp_path):
-    """A launcher with OMP_PROC_BIND=true leaves its ranks one core."""
-    flags = [*DIGITS, "--max_train_steps", 1]
+def test_ranks_that_share_a_core_are_a_warning(tmp_path):
+    """A launcher with OMP_PROC_BIND=true leaves one core to its ranks."""
     core = str(min(os.sched_getaffinity(0)))
-    words = ["taskset", "-c", core, sys.executable, "-m", "accelerate.commands.launch"]
-    words += ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0", SCRIPT]
-    words += ["--output_dir", tmp_path, *flags]
-    done = run([str(word) for word in words], tmp_path)
+    words = ["taskset", "-c", core, *ACCELERATE, "--main_process_port", "0", "--config_file"]
+    words += ["accelerate_configs/ddp.yaml", SCRIPT, "--dataset", "digits"]
+    done = run([*words, "--max_train_steps", "1", "--output_dir", str(tmp_path)], tmp_path)
     assert done.code == 0 and done.out.count("warning: 2 ranks share 1 core(s)") == 1
     assert [rank["cores"] for rank in done.record["ranks"]] == [1, 1]
-
-
-# -------- what a run says of itself
-
-
-def test_a_long_evaluation_says_once_a_minute_how_far_it_is(monkeypatch, capsys):
-    """With batches of 25 seconds."""
-    clock = iter(range(0, 10_000, 25))
-    monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
-    batches = script.batches_to_evaluate(None, [*range(12)], None, None, [])
-    assert list(batches) == [*range(12)]
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"evaluation: {done} of 12 batches done" for done in (2, 5, 8, 11)]
-
-
-@pytest.mark.slow
-def test_help_and_a_run_of_plain_python(tmp_path):
-    """All that a run prints is there, also where it is not a terminal."""
-    help_text = run([sys.executable, SCRIPT, "--help"])
-    assert help_text.code == 0 and "AdamW" in help_text.out and "one cycle" in help_text.out
-    words = [*DIGITS, "--max_train_steps", "3", "--output_dir", str(tmp_path), "--profile"]
-    plain = [sys.executable, "-W", "error::ResourceWarning", SCRIPT, *words]
-    done = run(plain, tmp_path)
-    assert done.code == 0 and "Exception ignored" not in done.err, done.err
-    began = datetime.fromisoformat(done.record["began"])
-    assert began.utcoffset() == timedelta(0) and abs(began.timestamp() - time.time()) < 600

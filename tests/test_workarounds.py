@@ -1,22 +1,18 @@
 """Why the scripts have lines that look unnecessary: small programs that go wrong without them.
 
-A program names its line of the scripts. It uses a library without that line, and returns whether
-the library goes wrong. Its test fails if no script has the line any more: remove the program. It
-also fails if a release has mended the library: remove the line and the program.
+A program uses a library without its line of the scripts, and returns whether the library goes
+wrong. The test of a program fails if no script has the line any more: remove the program. It also
+fails if a release has fixed the library: remove the line and the program.
 """
 
-import contextlib
 import importlib.metadata
 import os
-import pickle
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import datasets
-import evaluate
 import pytest
 import torch
 import warm
@@ -24,7 +20,6 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
@@ -61,9 +56,9 @@ def prepared(**options):
     """An Accelerator, and a model that it prepared with an optimizer and two loaders."""
     accelerator = Accelerator(**options)
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
     loaders = [DataLoader(range(8), batch_size) for batch_size in (4, 2)]
-    return accelerator, accelerator.prepare(model, optimizer, *loaders)[0]
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), *loaders)
+    return accelerator, prepared[0]
 
 
 def zero_plugin(stage, zero=None, **config):
@@ -104,8 +99,7 @@ def epoch_of_a_skipped_loader():
     rest = accelerator.skip_first_batches(loader, 2)
     rest.set_epoch(3)
     list(rest)
-    loader.set_epoch(4)
-    return set(epochs) == {4}
+    return 3 not in epochs
 
 
 @workaround("accelerate", "accelerator.step = 0")
@@ -119,30 +113,13 @@ def count_of_micro_batches():
     return accelerator.step == 3
 
 
-@workaround("accelerate", 'utils.load(file)["torch_manual_seed"]')
+@workaround("accelerate", 'utils.load(f"{checkpoint}/random_states_')
 def lost_random_states():
     """load_state goes on although the file of random states is missing (accelerate#4283)."""
     accelerator = Accelerator(cpu=True)
     accelerator.save_state("saved")
     Path("saved", "random_states_0.pkl").unlink()
     return not fails(lambda: accelerator.load_state("saved"), "random_states_0.pkl")
-
-
-@workaround("accelerate", '(partial / "progress.json").write_text(')
-def registered_objects_run_code():
-    """load_state runs code from the file of a registered object."""
-
-    class Payload:
-        def __reduce__(self):
-            return os.mkdir, ("code_ran",)  # pickle calls this when it loads the file
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.register_for_checkpointing(nn.Linear(1, 1))
-    accelerator.save_state("saved")
-    Path("saved", "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Payload()))
-    with contextlib.suppress(Exception):
-        accelerator.load_state("saved")
-    return Path("code_ran").exists()
 
 
 @workaround("accelerate", 'name.replace("_orig_mod.", "")')
@@ -155,16 +132,10 @@ def prefix_of_compiled_weights():
 @workaround("accelerate", "dynamo_plugin.dynamic = None")
 def dynamic_shapes_off():
     """The launcher turns dynamic shapes off, so each new shape is compiled until torch gives up."""
-    yaml = f"{ROOT}/accelerate_configs/ddp.yaml"
-    words = ["--config_file", yaml, "--dynamo_backend", "eager", "x.py"]
+    words = ["--cpu", "--dynamo_backend", "eager", "x.py"]
     _, environment = warm.what_the_launcher_starts(words, dict(os.environ))
     os.environ |= environment
-    dynamic = Accelerator(cpu=True).state.dynamo_plugin.dynamic
-    counter = CompileCounter()
-    compiled = torch.compile(torch.sin, backend=counter, dynamic=dynamic)
-    for width in range(2, 6):
-        compiled(torch.ones(width))
-    return counter.frame_count == 4  # with dynamic=None, it would be 2
+    return Accelerator(cpu=True).state.dynamo_plugin.dynamic is False
 
 
 @workaround("accelerate", 'abort(f"each process would train alone')
@@ -351,14 +322,11 @@ def zero_3_shards_while_loading():
 def eager_attention_adds_masks():
     """Without SDPA, a bool mask is added to the scores, and hides nothing."""
     model = tiny_bert()
-    logits = []
-    for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
-        mask = torch.tensor([True, True, True, False]).expand(1, 1, 4, 4)
-        with torch.no_grad():
-            output = model(torch.arange(4)[None] + 1, attention_mask=mask)
-        logits.append(output.start_logits[0, :3])
-    return not torch.allclose(*logits, atol=1e-4)
+    model.set_attn_implementation("eager")
+    mask = torch.tensor([True, True, False]).expand(1, 1, 3, 3)  # hides the last token
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
+    logits = model(ids, attention_mask=mask).start_logits
+    return not torch.allclose(logits[0, :2], logits[1, :2])
 
 
 @workaround("transformers", "tokenizer.backend_tokenizer.no_truncation()")
@@ -368,19 +336,6 @@ def tokenizers_remember_truncation():
     before = tokenizer.backend_tokenizer.to_str()
     tokenizer("a b c d", truncation=True, max_length=3)
     return tokenizer.backend_tokenizer.to_str() != before
-
-
-@workaround("datasets", "cache_file_name=")
-def datasets_in_memory_have_no_cache():
-    """If the rows are in memory, what `map` makes of them is in no cache."""
-    rows = datasets.Dataset.from_list([{"a": 1}]).map(lambda row: {"b": row["a"]})
-    return not rows.cache_files
-
-
-@workaround("evaluate", "class SquadMetric(evaluate.Metric)")
-def squad_metric_needs_a_network():
-    """The package evaluate does not contain SQuAD's metric: it fetches it from the Hub."""
-    return fails(lambda: evaluate.load("squad"), "FileNotFoundError")
 
 
 @workaround("safetensors", "accelerator.save_state(partial, safe_serialization=False)")
@@ -402,11 +357,12 @@ def flattened_weights_leave_fsdp():
     outputs = []
     for shard in (False, True):
         torch.manual_seed(0)
-        model = nn.LSTM(4, 4, batch_first=True).cuda()
-        model = fully_shard(model) if shard else model
+        model = nn.LSTM(4, 4).cuda()
+        if shard:
+            fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for _ in range(2):
-            output = model(torch.ones(1, 2, 4, device="cuda"))[0]
+            output = model(torch.ones(2, 1, 4, device="cuda"))[0]
             output.sum().backward()
             optimizer.step()
         outputs.append(output.detach())
@@ -438,14 +394,11 @@ def threads_autocast_to_fp16():
 
 
 def be_rank(program, gpu, environment, folder):
-    """In a forked process: run a program. Returns what it returns, or the error that it raises."""
+    """In a forked process: run a program. Returns what it returns, or None if it needs a GPU."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    try:
-        return None if gpu and not torch.cuda.is_available() else bool(program())
-    except Exception as problem:
-        return repr(problem)
+    return None if gpu and not torch.cuda.is_available() else program()
 
 
 def run_program(program, ranks, gpu, folder):
@@ -458,9 +411,7 @@ def run_program(program, ranks, gpu, folder):
     with warm.start_server().Pool(len(worlds)) as pool:  # ends the ranks, too
         tasks = [(program, gpu, environment | world, folder) for world in worlds]
         running = [pool.apply_async(be_rank, task) for task in tasks]
-        for rank in running:
-            rank.wait(60)
-        return [rank.get() if rank.ready() else "it ran for 60 s" for rank in running]
+        return [rank.get(timeout=60) for rank in running]
 
 
 @pytest.mark.canary
@@ -471,7 +422,6 @@ def test_the_library_still_goes_wrong(program, library, line, ranks, gpu, tmp_pa
     results = run_program(program, ranks, gpu, tmp_path)
     if None in results:
         pytest.skip("torch sees no GPU here")
-    assert all(type(result) is bool for result in results), results
     version = importlib.metadata.version(library)
     assert all(results), (  # benchmarks/versions.py looks for the words "no longer"
         f"{library} {version} no longer goes wrong in this: {program.__doc__} So remove this "

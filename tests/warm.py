@@ -1,9 +1,9 @@
 """Ranks that start in 0.1 s: forked from a process that has imported all that the scripts import.
 
-`accelerate launch` takes 8 to 15 s on two cores, and nearly all of that is Python importing torch,
-accelerate, transformers and DeepSpeed, in the launcher and again in each rank. A test that is about
-training, and not about launching, need not wait for that: see planning/forking.py.
-tests/test_launch.py holds both ways to the same numbers.
+`accelerate launch` takes 8 to 15 s on two cores. It spends nearly all of that importing torch,
+accelerate, transformers and DeepSpeed, in the launcher and again in each rank. A test of training
+need not wait for that: see planning/forking.py. tests/test_launch.py checks that both ways give the
+same numbers.
 """
 
 import fcntl
@@ -18,21 +18,23 @@ from unittest import mock
 
 from planning.forking import become, make_worlds, what_the_launcher_starts
 
+# All that a script would import.
+IMPORTS = ["evaluate", "setuptools", "sklearn.datasets", "sklearn.model_selection"]
+IMPORTS += ["torchvision.datasets", "planning.libraries"]
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
-# Several ranks have the machine for themselves: they wait for each other in each step, so beside
-# others' ranks a run may take ten times as long. All workers of a pytest have this file.
+# A run of several ranks has the machine to itself. Its ranks wait for each other in each step, so
+# beside another run it may take ten times as long. All workers of one pytest lock this file.
 SESSION = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 TURNS = open(Path(tempfile.gettempdir()) / f"turns-{SESSION}", "w")
 
 
 def start_server():
-    """The context whose processes are forked from the one that has imported everything, which the
-    first call starts.
+    """The context whose processes are forked from the process that has imported everything. The
+    first call starts that process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm_imports"])
-    here = str(Path(__file__).parent)
-    own = {"PYTHONPATH": here, "DS_ACCELERATOR": "cpu"}
+    context.set_forkserver_preload(IMPORTS)
+    own = {"PYTHONPATH": str(Path(__file__).parent.parent), "DS_ACCELERATOR": "cpu"}
     with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context
@@ -43,14 +45,14 @@ def all_end(ranks, timeout):
     False if none failed, and some still run after `timeout` seconds.
     """
     deadline, failed = time.monotonic() + timeout, False
-    while running := [rank for rank in ranks if rank.exitcode is None]:
-        if any(rank.exitcode for rank in ranks):
-            if not failed:
-                failed, deadline = True, time.monotonic() + GRACE
-            for rank in running:  # again: a rank that fails later waits to be ended
-                rank.terminate()
+    while any(rank.is_alive() for rank in ranks):
+        if not failed and any(rank.exitcode for rank in ranks):
+            failed, deadline = True, time.monotonic() + GRACE
         if time.monotonic() > deadline:
             return failed
+        running = [rank for rank in ranks if rank.is_alive()]
+        for rank in running if failed else []:  # again: some may not have been listening yet
+            rank.terminate()
         wait([rank.sentinel for rank in running], timeout=1)
     return True
 
