@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -16,64 +17,57 @@ import pytest
 import warm
 import watch
 from conftest import ROOT, anchor
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.slow
 LAB = ROOT / "docs" / "lab"
-BY_HAND, FLAT, OVERLAP, SHARDED, GOING = (
-    (LAB / "solutions" / f"{name}.py").read_text()
-    for name in ("by_hand", "flat", "overlap", "sharded", "going")
-)
+PARTS = {"1": "by_hand", "2": "flat", "2b": "overlap", "3": "sharded", "4": "accelerated"}
+RIGHT = {part: (LAB / "solutions" / f"{name}.py").read_text() for part, name in PARTS.items()}
+GOING = (LAB / "solutions" / "going.py").read_text()
 WORDS = ["--config_file", str(watch.DDP_YAML), "--main_process_port", "0"]
 
-# A point that a checker looks at -> {old: new} text that makes it wrong in a right solution.
-FAULTS_9 = {
-    "each sample is used once in an epoch": {
-        "Sampler(train_data, seed": "Sampler(train_data, num_replicas=1, rank=0, seed"
-    },
-    "a step takes 64 samples from both ranks together": {"BATCH_SIZE // world_size": "BATCH_SIZE"},
-    "both ranks end with the same weights": {"dist.all_reduce(weight.grad)": "pass"},
-    "the loss is the mean over both ranks": {
-        "        dist.all_reduce(total)  # all ranks call it, and each has the sum then\n": "",
-        " / len(train_loader) / world_size": " / len(train_loader)",
-    },
-    "one rank saves the weights": {
-        "if rank == 0:\n        torch.save(": "if rank == 2:\n        torch.save("
-    },
-    "the plain model can load the weights": {
-        "model.state_dict()": "nn.Sequential(model).state_dict()"
-    },
-    "the training is that of single.py": {"lr=0.05": "lr=0.1"},
-}
-FAULTS_FLAT = {
-    "a step sends all gradients in one message": {
-        "average_gradients(model, world_size)\n": "average_gradients(model[0], world_size)\n",
-        "optimizer.step()\n": "average_gradients(model[2], world_size)\n"
-        "            optimizer.step()\n",
-    },
-}
-FAULTS_OVERLAP = {
-    "all gradients are sent during the backward pass": {
-        "    for weight in bucket:\n        weight.register_post": "    hook.register_post",
-        "hook.register_post_accumulate_grad_hook(hook)": "hook(None)",
-        "            loss.backward()\n": "            loss.backward()\n"
-        "            for layer in (model[2], model[0]):\n"
-        "                start_in_backward(list(layer.parameters()), started)\n",
-    },
-    "the step waits for each all-reduce": {"call.wait()": "pass"},
-}
-FAULTS_SHARDED = {
-    "a rank updates its half of the weights": {
-        "weights.chunk(world_size)[rank].clone()": "weights.clone()",
-        "(own.grad, gradients)": "(own.grad.chunk(world_size)[rank], gradients)",
-        "(weights, own)": "(weights, own.chunk(world_size)[rank])",
-    },
-    "a step sends gradients once, and weights once": {
-        "own.grad = torch": "dist.all_reduce(gradients.clone())\n            own.grad = torch"
-    },
-}
-FAULTS_HANG = {
-    "one rank prints the accuracy of all test samples": {"    dist.all_reduce(right)\n": ""}
-}
+# What the checker says is WRONG, the part of the exercise, and {old: new} text that makes it so.
+ZERO = "            optimizer.zero_grad()\n"
+STEP = "            optimizer.step()\n"
+GATHER = "            dist.all_gather_into_tensor(weights, own)  # all parts, into the model\n"
+SENT = "all gradients are sent during the backward pass: .* 2 start .* 0 of these let it go on"
+TRAINING = "the training matches single.py: epoch . printed .*"
+FAULTS = [
+    ("each sample is used .* 3072", "1", {"Sampler(train_data": "Sampler(train_data, 1, 0"}),
+    ("a step takes 64 .* 128", "1", {"BATCH_SIZE // world_size": "BATCH_SIZE"}),
+    ("both ranks end with", "1", {"dist.all_reduce(weight.grad)": "pass"}),
+    ("the loss is", "1", {"dist.all_reduce(total)": "pass", "er) / world_size": "er)"}),
+    ("one rank saves", "1", {"if rank == 0:\n        torch": "if rank == 2:\n        torch"}),
+    ("the plain model", "1", {"model.state_dict()": "nn.Sequential(model).state_dict()"}),
+    (f"{TRAINING} Is the order", "1", {"manual_seed(SEED)": "manual_seed(SEED + 1)"}),
+    (f"{TRAINING}twice as large.*divided by", "1", {"weight.grad /= world_size": "pass"}),
+    (f"{TRAINING}half as large", "2", {"flat /= world_size": "flat /= world_size**2"}),
+    (f"{TRAINING}do not change.*zero_grad", "1", {ZERO: "", STEP: ZERO + STEP}),
+    (f"{TRAINING}a step late.*all-gather", "3", {GATHER: "", STEP: GATHER + STEP}),
+    (f"{TRAINING}the first step's gradients", "4", {ZERO: ""}),
+    ("a step sends all", "2", {"dist.all_reduce(flat)": "[*map(dist.all_reduce, flat.chunk(2))]"}),
+    (SENT, "2b", {", async_op=True": "", "call.wait()": "pass"}),
+    (SENT, "2b", {"flat, bucket))": "flat, bucket))\n            started[-1][0].wait()"}),
+    ("the step waits for each .*: the second step", "2b", {"call.wait()": "pass"}),
+    ("the step waits for each .*: later steps wait", "2b", {"    started.clear()\n": ""}),
+    ("a step sends gradients once", "3", {STEP: "            dist.all_reduce(gradients)\n" + STEP}),
+]
+
+# It runs a script in each folder of the first argument, one after the other, in the same ranks.
+RUN_ALL = """
+import os, sys
+from pathlib import Path
+import watch
+from accelerate.state import AcceleratorState
+
+for script in sorted(Path(sys.argv[1]).glob("*/mine.py")):
+    os.chdir(script.parent)
+    os.environ["MASTER_PORT"] = Path("port").read_text()
+    sys.path[0] = str(script.parent / "docs" / "lab")
+    sys.modules.pop("single", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    watch.watch(script, script.parent / f"rank_{os.environ['RANK']}")
+"""
 
 
 def changed(text, changes):
@@ -111,25 +105,61 @@ def judged(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize("said, part, changes", FAULTS)
+def test_each_fault_is_named(said, part, changes, judged):
+    code, printed, wrong = judged(check_ex9, changed(RIGHT[part], changes), "--part", part)
+    assert code == 1 and re.search(f"^WRONG  {said}", printed, re.M), printed
+    assert len(wrong) == 1 or part == "2b", printed
+
+
 @pytest.mark.parametrize(
-    "checker, right, faults, part, point",
+    "checker, text, part, points",
     [
-        (checker, right, faults, part, point)
-        for checker, right, faults, part in (
-            (check_ex9, BY_HAND, FAULTS_9, "1"),
-            (check_ex9, FLAT, FAULTS_FLAT, "2"),
-            (check_ex9, OVERLAP, FAULTS_OVERLAP, "2b"),
-            (check_ex9, SHARDED, FAULTS_SHARDED, "3"),
-            (check_ex10, GOING, FAULTS_HANG, "2"),
-        )
-        for point in faults
+        (check_ex9, RIGHT["2"], "2b", ["all gradients are sent during the backward pass"]),
+        (check_ex9, RIGHT["2"], "3", ["a rank updates its half", "a step sends gradients once"]),
+        (check_ex10, GOING.replace("dist.all_reduce", "str"), "2", ["one rank prints the acc"]),
     ],
 )
-def test_each_fault_is_named(checker, right, faults, part, point, judged):
+def test_what_a_part_still_lacks_is_named(checker, text, part, points, judged):
     """Part 1 of exercise 10 is in test_pages.py: its page shows what the checker says."""
-    code, printed, wrong = judged(checker, changed(right, faults[point]), "--part", part)
-    assert code == 1 and point in wrong, printed
-    assert wrong == [point] or part == "2b", printed
+    _, printed, wrong = judged(checker, text, "--part", part)
+    assert len(wrong) == len(points) and all(map(str.startswith, wrong, points)), printed
+
+
+def test_the_solutions_are_right_in_all_variants(tmp_path, monkeypatch):
+    """As teaching.md and grade.py both make them: in each, one of the five trains for one epoch."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    page, single = (ROOT / "docs" / "teaching.md").read_text(), (LAB / "single.py").read_text()
+    variant = "".join(re.findall("^(?:H|VARIANT)=.*\n", page, re.M))
+    variant += 'sed -i "$VARIANT" docs/lab/single.py mine.py'
+    cases, stores = {}, []
+    for case in range(101):
+        number, part = case + 100 * (case % 10), list(RIGHT)[case % 5]
+        folder = tmp_path / f"{case:03}"
+        cases[folder] = part
+        (folder / "docs" / "lab").mkdir(parents=True)
+        files = {folder / "docs" / "lab" / "single.py": single, folder / "mine.py": RIGHT[part]}
+        for file, text in files.items():
+            file.write_text(text)
+        subprocess.run(["bash", "-ec", f"N={number}\n{variant}"], cwd=folder, check=True)
+        for file, text in files.items():
+            made = file.read_text()
+            assert made == grade.variant_of(text, number) != text
+            made = made.replace("66", "64") if case == 100 else made  # two layers of 64 inputs
+            assert grade.variant_of(made, 1) == grade.variant_of(text, 1)
+            file.write_text(made.replace("EPOCHS = 5", "EPOCHS = 1"))
+        stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        (folder / "port").write_text(str(stores[-1].port))
+    script, log = tmp_path / "run_all.py", tmp_path / "log"
+    script.write_text(RUN_ALL)
+    log.touch()
+    env = os.environ | {"PYTHONPATH": str(LAB)}
+    assert warm.run_ranks(WORDS, [str(script), str(tmp_path)], env, ROOT, log, log, 200) == 0
+    for folder, part in cases.items():
+        watch.watch(folder / "docs" / "lab" / "single.py", folder / "single")
+        ranks = [watch.read(folder / f"rank_{rank}") for rank in range(2)]
+        points = check_ex9.judge(ranks, watch.read(folder / "single"), part)
+        assert not any(problem for _, problem in points), (folder, points)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +169,14 @@ def test_each_fault_is_named(checker, right, faults, part, point, judged):
         (
             "        sampler.set_epoch(epoch)",
             "        while rank == 0: pass\n",
-            "0 still computes in line {} after 5 s.*\nrank 1 still waits",
+            "0 is still computing in line {} after 5 s.*\nrank 1 is still waiting",
         ),
         ("    train_data, test_data", "    return\n", "no optimizer made a step"),
     ],
 )
 def test_what_does_not_train_to_its_end_is_told_with_its_line(line, before, said, judged):
-    number = BY_HAND[: BY_HAND.index(line)].count("\n") + 1
-    text = changed(BY_HAND, {line: before + line})
+    number = RIGHT["1"][: RIGHT["1"].index(line)].count("\n") + 1
+    text = changed(RIGHT["1"], {line: before + line})
     code, printed, _ = judged(check_ex9, text, "--seconds", "5")
     assert code == 1 and re.search(said.format(number), printed), printed
     assert "(mine.py runs on two processes: 20 s, at most 65)" in printed
@@ -205,10 +235,10 @@ def test_compare_says_what_can_explain_other_losses(compared):
         ({"seconds": {"train": 0.0}}, "value; the records do not tell how long a step took\n"),
         ({"seconds": {"train": math.nan}}, "value; the records do not tell how long"),
         ({"steps": 0}, "value; the records do not tell how long"),
-        ({"status": "failed"}, "status failed: .* timing, and its losses end at step 2.\n.*lue\n"),
-        ({"status": "preempted"}, "two has the status preempted: its seconds are no timing, and"),
-        ({"status": "running"}, "two has the status running: its seconds are no timing, and"),
-        ({"resumed_from": "a", "profiled": True}, "was resumed and was profiled: .*ing.\n.*lue\n"),
+        ({"status": "failed"}, "status failed: .*, and its losses end at step 2.\n.*lue\n"),
+        ({"status": "preempted"}, "two has the status preempted: its time cannot be compared, and"),
+        ({"status": "running"}, "two has the status running: its time cannot be compared, and"),
+        ({"resumed_from": "a", "profiled": True}, "resumed and was profiled: .*red.\n.*lue\n"),
         ({"loss_history": [[1, 0.0], [2, 1.0]]}, "differ by at most 1.0e.00 of their value;"),
         (
             {"loss_history": [[1, 2.0], [2, math.nan]]},
@@ -216,8 +246,8 @@ def test_compare_says_what_can_explain_other_losses(compared):
         ),
         ({"loss_history": [[1, math.inf]]}, "error: one and two have no finite loss of the same"),
         ({"loss_history": []}, "error: one and two have no finite loss of the same step"),
-        ({"loss_history": [[1]]}, "error: .*two/run.json is no record of a run: ValueError"),
-        ({"steps": None}, "error: .*two/run.json is no record of a run: TypeError"),
+        ({"loss_history": [[1]]}, "error: .*two/run.json is not a record of a run: ValueError"),
+        ({"steps": None}, "error: .*two/run.json is not a record of a run: TypeError"),
     ],
 )
 def test_compare_says_what_is_no_timing_or_no_loss(change, said, compared):

@@ -31,7 +31,7 @@ def make(tmp_path):
 
 
 def test_make_installs_what_was_asked_for(make, tmp_path):
-    """And nothing once .venv is there, until a requirement changes. What another Python left goes."""
+    """And nothing once .venv is there, until a requirement changes. Another Python's files go."""
     torch = f"constraints.txt --no-deps torch torchvision {INDEX}"
     new = ["venv --clear", torch, f"constraints.txt {SCRIPTS}", "compileall -qq"]
     old = ["venv --clear", f"constraints-cu128.txt {SCRIPTS}", "compileall -qq"]

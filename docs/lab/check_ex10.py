@@ -26,7 +26,7 @@ def judge(ranks, _, part):
         ]
     return [
         ("it trains as before", training(ranks)),
-        ("each epoch has another order", ordering(ranks)),
+        ("each epoch has a different order", ordering(ranks)),
         ("the loss is that of all samples", losses(ranks)),
         ("one rank saves the checkpoint", saving(ranks)),
     ]
@@ -79,7 +79,7 @@ def saving(ranks):
     if len(found) != 1:
         return f"{len(found)} ranks wrote a file with the name that the command line gives"
     if not isinstance(found[0], dict) or found[0].keys() != {"model", "optimizer", "epoch"}:
-        return "it holds something else than model, optimizer and epoch"
+        return "its keys are not model, optimizer and epoch"
     return ""
 
 

@@ -24,7 +24,7 @@ def judge(ranks, single, part):
     points = [
         ("two ranks know of each other", alone),
         ("each sample is used once in an epoch", sharing(ranks, epochs)),
-        ("each epoch has another order", ordering(ranks, epochs)),
+        ("each epoch has a different order", ordering(ranks, epochs)),
         (f"a step takes {BATCH_SIZE} samples from both ranks together", batch(ranks)),
         ("both ranks end with the same weights", agreeing(ranks)),
     ]
@@ -48,7 +48,7 @@ def judge(ranks, single, part):
         points[1:] = [(name, None) for name, _ in points[1:]]
     right = not any(problem != "" for _, problem in points)
     same = training(ranks, printed, single, expected) if right else None
-    return [*points, ("the training is that of single.py", same)]
+    return [*points, ("the training matches single.py", same)]
 
 
 def meeting(ranks):
@@ -65,7 +65,7 @@ def meeting(ranks):
 def sharing(ranks, epochs):
     seen = sum(samples(ranks, 0, epochs), [])
     if None in seen:
-        return "the model is trained on images that are not those of single.py"
+        return "the model is not trained on the images of single.py"
     if len(seen) > len(set(seen)):
         return (
             f"epoch 0 used {len(seen)} samples, but only {len(set(seen))} different ones. The "
@@ -74,7 +74,7 @@ def sharing(ranks, epochs):
             f"GPU. See {PAGE}"
         )
     if len(seen) < SAMPLES:
-        return f"epoch 0 used {len(seen)} samples of {SAMPLES}. The others are never learned from"
+        return f"epoch 0 used {len(seen)} samples of {SAMPLES}. The model never sees the others"
     return ""
 
 
@@ -92,9 +92,9 @@ def batch(ranks):
     if sizes == {BATCH_SIZE}:
         return ""
     return (
-        f"it takes {', '.join(map(str, sorted(sizes))) or 'none'}. The batch size of a "
-        "DataLoader is that of one rank. Another global batch needs another learning rate. "
-        "See docs/lab.md#3-the-batch-and-the-learning-rate"
+        f"it takes {', '.join(map(str, sorted(sizes))) or 'none'}. A DataLoader's batch size is "
+        "per rank. A different global batch needs a different learning rate. See "
+        "docs/lab.md#3-the-batch-and-the-learning-rate"
     )
 
 
@@ -104,8 +104,8 @@ def agreeing(ranks):
         return ""
     return (
         "they differ, so you trained two models. After the backward pass, each weight.grad has "
-        "to become the mean over the ranks, in its place. If each rank updates a part of the "
-        f"weights, an all-gather has to give all parts to all ranks. See {PAGE}"
+        "to be replaced by its mean over the ranks. If each rank updates a part of the weights, an "
+        f"all-gather has to give all parts to all ranks. See {PAGE}"
     )
 
 
@@ -122,36 +122,45 @@ def packing(ranks):
     if len(calls) == 1 and most >= total:
         return ""
     return (
-        f"the second step makes {len(calls)} calls with more than one number, of at most {most:,} "
-        f"numbers. The model has {total:,}. Each call costs a latency: torch.cat the flattened "
-        "gradients, all-reduce that vector, and copy its parts back"
+        f"the second step makes {len(calls)} calls that carry more than one number. The largest "
+        f"carries {most:,}, and the model has {total:,}. Each call costs a latency: torch.cat the "
+        "flattened gradients, all-reduce that vector, and copy its parts back"
     )
 
 
 def overlapping(ranks):
     calls = calls_of_step(ranks)
     total = sum(weight.numel() for weight in ranks[0]["weights"])
-    beside = [call["numbers"] for call in calls if call["beside"]]
+    inside = [call for call in calls if call["started"] == "backward"]
+    beside = [call["numbers"] for call in inside if "backward" not in call["waits"]]
     if len(beside) > 1 and sum(beside) >= total:
         return ""
     return (
-        f"{len(beside)} of the calls of the second step ({len(calls)}) start during the backward "
-        f"pass and let it go on. They carry {sum(beside):,} numbers, and the model has {total:,}. "
-        "Make at least two buckets, which together have all gradients. Let hooks start the "
-        "all-reduce of a bucket, with async_op=True, when all its gradients are there"
+        f"of the {len(calls)} calls of the second step, {len(inside)} start during the backward "
+        f"pass, and {len(beside)} of these let it go on. These carry {sum(beside):,} numbers, and "
+        f"the model has {total:,}. Make at least two buckets, which together hold all gradients. "
+        "When all gradients of a bucket are there, let a hook start its all-reduce with "
+        "async_op=True. Call wait() only after loss.backward(): a wait() in the hook stops the "
+        "backward pass"
     )
 
 
 def waiting(ranks):
     calls = calls_of_step(ranks)
-    late = [call for call in calls if not call["waited"]]
-    if not late:
-        return ""
-    return (
-        f"the second step updates the weights while {len(late)} of its {len(calls)} calls may "
-        "still go on. dist.all_reduce(..., async_op=True) returns a handle: call its wait() "
-        "before you use the sum"
-    )
+    late = [call for call in calls if set(call["waits"]) <= {"after"}]
+    if late:
+        return (
+            f"the second step updates the weights while {len(late)} of its {len(calls)} calls may "
+            "still be running. dist.all_reduce(..., async_op=True) returns a handle: call its "
+            "wait() before you use the sum"
+        )
+    if any("after" in call["waits"] for call in calls):
+        return (
+            "later steps wait again for the calls of the second step. Your list of handles grows "
+            "with each step, and keeps the gradients of all steps in memory. Empty it when the "
+            "step has waited for all of them"
+        )
+    return ""
 
 
 def sharding(ranks):
@@ -195,8 +204,8 @@ def printing(lines, epochs):
         return ""
     return (
         f"rank 0 printed {len(lines[0])} lines like those of single.py, rank 1 "
-        f"{len(lines[1])}; expected are {epochs} in all. A log with every line from every rank "
-        "cannot be read. Print on rank 0, or with accelerator.print, and keep the words"
+        f"{len(lines[1])}; {epochs} in all are expected. Nobody can read a log in which every "
+        "rank prints every line. Print on rank 0, or with accelerator.print, and keep the words"
     )
 
 
@@ -207,8 +216,8 @@ def saving(ranks):
     if not found:
         return "no rank wrote a file with the name that the command line gives, sys.argv[1]"
     return (
-        "both ranks save to the same file. It is torn if one reads or dies while the other "
-        "writes. Save on rank 0, or with accelerator.save. See docs/lab/10-faults.md"
+        "both ranks save to the same file. The file is damaged if one dies, or reads it, while the "
+        "other writes. Save on rank 0, or with accelerator.save. See docs/lab/10-faults.md"
     )
 
 
@@ -217,7 +226,7 @@ def loading(ranks, single):
     if saved is None:
         return None
     if not isinstance(saved, dict):
-        return f"the file holds no state_dict ({type(saved).__name__})"
+        return f"the file contains a {type(saved).__name__}, and not a state_dict"
     if saved.keys() == single["saved"].keys():
         return ""
     return (
@@ -227,14 +236,38 @@ def loading(ranks, single):
     )
 
 
+def mistake_in(here, there):
+    """What the first two updates of the weights show when compared with single.py's, or ""."""
+    if list(map(len, here)) != list(map(len, there)):
+        return ""
+    first, second = here[1] - here[0], here[2] - here[1]
+    right, next_right = there[1] - there[0], there[2] - there[1]
+
+    def is_right(update, times):
+        return (update - times * right).norm() < 0.01 * right.norm()
+
+    if is_right(first, 2):
+        return "The first update is twice as large. Is the sum divided by the number of ranks?"
+    if is_right(first, 1 / 2):
+        return "The first update is half as large. Are gradients divided twice? DDP divides them."
+    if is_right(first, 0) and is_right(second, 0):
+        return "The weights do not change. Does zero_grad() come between backward() and step()?"
+    if is_right(first, 0) and is_right(second, 1):
+        return "Updates reach the model a step late. Is the all-gather before optimizer.step()?"
+    if is_right(first, 1) and is_right(second - next_right, 1):
+        return "The second update also has the first step's gradients. Where is zero_grad()?"
+    return ""
+
+
 def training(ranks, printed, single, expected):
     problem = wrong_losses(*[[float(loss) for loss, _ in lines] for lines in (printed, expected)])
     if problem:
-        return (
-            f"{problem} on one device. Is the order another one? DistributedSampler(data, "
-            "seed=SEED) with set_epoch(epoch) has that of single.py. Is the sum of the gradients "
-            "divided by the number of ranks? Is each weight updated, by its own gradient? Are the "
-            "first weights, the optimizer and the learning rate its own?"
+        return f"{problem} on one device. " + (
+            mistake_in(ranks[0]["begun"], single["begun"])
+            or "Is the order of the samples the same? DistributedSampler(data, seed=SEED) with "
+            "set_epoch(epoch) makes that of single.py. Is the sum of the gradients divided by the "
+            "number of ranks? Does each weight get its own gradient? Are the first weights, the "
+            "optimizer and the learning rate the same?"
         )
     for (_, here), (_, there) in zip(printed, expected, strict=True):
         if abs(float(here) - float(there)) > 0.5:  # one of 261 samples is 0.4 %
@@ -242,7 +275,7 @@ def training(ranks, printed, single, expected):
     [saved] = [notes["saved"] for notes in ranks if notes["saved"] is not None]
     for name, weight in single["saved"].items():
         if saved[name].shape != weight.shape or not torch.allclose(saved[name], weight, atol=1e-3):
-            return f"the saved {name} is not that of one device"
+            return f"the saved {name} differs from that of one device"
     return ""
 
 

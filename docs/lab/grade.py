@@ -40,13 +40,19 @@ def place_for(student, folder, variants):
     shutil.copytree(HERE, lab)
     (folder / "accelerate_configs").symlink_to(HERE.parent.parent / "accelerate_configs")
     if variants:
-        number = int(student.name[-2:])
         text = (lab / "single.py").read_text()
-        text = re.sub(r"^SEED = \d+", f"SEED = {number}", text, flags=re.M)
-        text = re.sub(r"\(64, \d+\)", f"(64, {32 + 2 * number})", text)
-        text = re.sub(r"\(\d+, 10\)", f"({32 + 2 * number}, 10)", text)
-        (lab / "single.py").write_text(text)
+        (lab / "single.py").write_text(variant_of(text, int(student.name[-3:])))
     return lab
+
+
+def variant_of(text, number):
+    """The variant of single.py, or of a solution, for this number, as docs/teaching.md makes it. An
+    even hidden size gives part 3 two equal halves. Above 64, it differs from all other sizes.
+    """
+    hidden = 66 + 2 * (number % 100)
+    text = re.sub(r"^SEED = \d+", f"SEED = {number}", text, flags=re.M)
+    layers = rf"Linear(64, {hidden}), nn.ReLU(), nn.Linear({hidden}, 10)"
+    return re.sub(r"Linear\(64, \d+\), nn.ReLU\(\), nn.Linear\(\d+, 10\)", layers, text)
 
 
 def output_of(words, folder, seconds):
@@ -99,8 +105,8 @@ def main():
     if not students:
         sys.exit(f"error: there is no folder of a student in {args.handins}")
     for student in students:
-        if args.variants and not re.search(r"[0-9]{2}$", student.name):
-            sys.exit(f"error: --variants: the name of {student} does not end in two digits")
+        if args.variants and not re.search(r"[0-9]{3}$", student.name):
+            sys.exit(f"error: --variants: the name of {student} does not end in three digits")
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     with open(args.csv, "w", newline="") as file:
         writer = csv.DictWriter(file, ["student", "file", "ok", "lines", "points", "note"])

@@ -46,7 +46,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     for epoch in range(EPOCHS):
-        order.manual_seed(SEED + epoch)  # another order in each epoch, the same in each run
+        order.manual_seed(SEED + epoch)  # a new order in each epoch, the same in each run
         total = 0.0
         for images, labels in train_loader:
             loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))

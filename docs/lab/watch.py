@@ -39,64 +39,80 @@ DDP_YAML = HERE.parent.parent / "accelerate_configs" / "ddp.yaml"
 
 
 class Going:
-    """What a collective with async_op=True returns, which also notes that the script waits."""
+    """The handle that a collective with async_op=True returns. It also notes each wait()."""
 
-    def __init__(self, work, noted):
-        self.work, self.noted = work, noted
+    def __init__(self, work, note_wait):
+        self.work, self.note_wait = work, note_wait
 
     def __getattr__(self, name):
         return getattr(self.work, name)
 
     def wait(self, *args):
-        self.noted["waited"] = True
+        self.note_wait()
         return self.work.wait(*args)
 
 
 def watch(script, folder, seconds=0):
     """Run the script with FOLDER/saved.pt as its argument, and end it after `seconds` (0: never).
-    Each rank has a folder of its own, so what lies there in the end tells which rank saved
-    something.
+    Each rank has a folder of its own, so the files in it tell which rank saved something.
     """
     folder.mkdir(parents=True)
     pixels = (load_digits().data / 16).astype("float32")
     number_of = {image.tobytes(): number for number, image in enumerate(pixels)}
     notes = {"world": 1, "steps": [], "losses": [], "calls": [], "updated": 0}
-    samples = []  # of the step that is under way
-    calls = []  # in that step: a dict for each collective, see `noting`
-    backward = []  # not empty while a backward pass goes on
-    weights = {}  # of the layers that are trained, in their order
+    samples = []  # of the current step
+    calls = []  # of the current step: a dict for each collective, see `noting`
+    backward = []  # not empty during a backward pass
+    weights = {}  # of the trained layers, in their order
+    begun = [{}, {}, {}]  # for each of the first three steps: a copy of the weights at its start
 
-    def note_samples(module, inputs):
-        """Before each layer: its weights, and the samples that training puts into the first one."""
-        if torch.is_grad_enabled():
-            weights.update(dict.fromkeys(module.parameters(recurse=False)))
-        if getattr(module, "in_features", None) == 64 and torch.is_grad_enabled():
+    def note_layer(module, inputs):
+        """Before each layer: its weights, and what training puts into the first layer. A layer is
+        the first if its input does not come from other layers.
+        """
+        if not torch.is_grad_enabled():
+            return
+        own = list(module.parameters(recurse=False))
+        weights.update(dict.fromkeys(own))
+        step = len(notes["steps"])
+        if step < len(begun):
+            for weight in own:
+                begun[step].setdefault(weight, weight.detach().cpu().clone())
+        if hasattr(module, "in_features") and inputs[0].is_leaf:
             samples.extend(number_of.get(row.numpy().tobytes()) for row in inputs[0].detach().cpu())
 
     def note_step(optimizer, *_):
         """After each step of the optimizer."""
         notes["world"] = dist.get_world_size() if dist.is_initialized() else 1
         notes["steps"].append(samples.copy())
-        notes["calls"].append([dict(call) for call in calls])
+        notes["calls"].append(calls.copy())
         groups = optimizer.param_groups
         notes["updated"] = sum(part.numel() for group in groups for part in group["params"])
         samples.clear()
         calls.clear()
 
     def noting(name):
-        """The collective of that name, which also notes the size of its largest tensor, whether
-        it starts beside a backward pass (and not in its way), and whether it has been waited for.
+        """The collective of that name. It also notes the size of its largest tensor, when it
+        starts, and when the script waits for it: "backward", later in the "step", or "after" it.
         """
+
+        def moment(call):
+            if backward:
+                return "backward"
+            return "step" if any(call is other for other in calls) else "after"
+
         collective = getattr(dist, name)
 
         def note_call(*args, **options):
             tensors = [value for value in [*args, *options.values()] if torch.is_tensor(value)]
             numbers = max((tensor.numel() for tensor in tensors), default=0)
-            work = collective(*args, **options)
-            call = {"name": name, "numbers": numbers, "waited": work is None}
-            call["beside"] = bool(backward) and work is not None
+            call = {"name": name, "numbers": numbers, "waits": []}
             calls.append(call)
-            return work and Going(work, call)
+            call["started"] = moment(call)
+            work = collective(*args, **options)
+            if work is None:  # It waited.
+                call["waits"].append(call["started"])
+            return work and Going(work, lambda: call["waits"].append(moment(call)))
 
         return mock.patch.object(dist, name, note_call)
 
@@ -114,7 +130,7 @@ def watch(script, folder, seconds=0):
         return loss
 
     hooks = [
-        register_module_forward_pre_hook(note_samples),
+        register_module_forward_pre_hook(note_layer),
         register_optimizer_step_post_hook(note_step),
     ]
     with (
@@ -148,6 +164,8 @@ def watch(script, folder, seconds=0):
             for hook in hooks:
                 hook.remove()
     notes["weights"] = [weight.detach().cpu() for weight in weights]
+    copies = [list(step.values()) for step in begun if step]
+    notes["begun"] = [torch.cat([copy.flatten() for copy in step]) for step in copies]
     torch.save(notes, folder / "notes.pt")
 
 
@@ -167,22 +185,11 @@ def give_up(folder, over):
 def launch(script, folder, seconds):
     """Start the script on two ranks, each under `watch`. Returns the launcher's process."""
     if re.search(r"^(from|import) accelerate\b", script.read_text(errors="replace"), re.M):
-        launcher = [
-            "accelerate.commands.launch",
-            "--config_file",
-            DDP_YAML,
-            "--main_process_port",
-            "0",
-        ]
+        launcher = ["accelerate.commands.launch", "--config_file", DDP_YAML]
+        launcher += ["--main_process_port", "0"]
     else:
-        launcher = [
-            "torch.distributed.run",
-            "--standalone",
-            "--local_addr",
-            "127.0.0.1",
-            "--nproc_per_node",
-            "2",
-        ]
+        launcher = ["torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+        launcher += ["--nproc_per_node", "2"]
     words = [sys.executable, "-m", *launcher, __file__, script, folder, seconds]
     with open(folder / "launcher", "w") as output:
         return subprocess.Popen(list(map(str, words)), stdout=output, stderr=subprocess.STDOUT)
@@ -212,10 +219,10 @@ def samples(ranks, epoch, epochs):
 
 
 def repeated_order(ranks, epochs):
-    """The first epoch that has the order of the one before it, in words, or ""."""
+    """The first epoch that has the same order as the one before it, in words, or ""."""
     for epoch in range(1, epochs):
         if samples(ranks, epoch, epochs) == samples(ranks, epoch - 1, epochs):
-            return f"epoch {epoch} has the order of epoch {epoch - 1}"
+            return f"epoch {epoch} has the same order as epoch {epoch - 1}"
     return ""
 
 
@@ -245,18 +252,18 @@ def why_it_failed(script, folder, seconds):
         share = float(busy.read_text() or 0) if busy.exists() else 0
         if share > 0.2:
             lines.append(
-                f"rank {rank} still computes in line {places[0]} after {seconds} s. Does its loop "
-                "end? If it does, give it more time: --seconds"
+                f"rank {rank} is still computing in line {places[0]} after {seconds} s. Does "
+                "its loop end? If it does, give it more time: --seconds"
             )
         elif error.startswith("Timeout"):  # with the innermost call first; only the main thread's
             lines.append(
-                f"rank {rank} still waits in line {places[0]} after {seconds} s. Does "
+                f"rank {rank} is still waiting in line {places[0]} after {seconds} s. Does "
                 "every rank call every collective, in the same order?"
             )
         elif error.startswith("Fatal Python error"):
             lines.append(
                 f"rank {rank} was aborted in line {places[0]}. gloo does this "
-                "if the ranks make different collectives at the same time"
+                "if the ranks call different collectives at the same time"
             )
         elif error:
             lines.append(f"rank {rank} ended in line {places[-1]}: {error.splitlines()[-1]}")

@@ -29,7 +29,7 @@ def main():
     model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
 
     for epoch in range(EPOCHS):
-        order.manual_seed(SEED + epoch)  # another order in each epoch, the same in each run
+        order.manual_seed(SEED + epoch)  # a new order in each epoch, the same in each run
         total = torch.zeros((), device=accelerator.device)
         for images, labels in train_loader:
             loss = nn.functional.cross_entropy(model(images), labels)

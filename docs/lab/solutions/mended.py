@@ -37,7 +37,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # or each epoch has the order of the first
+        sampler.set_epoch(epoch)  # otherwise, each epoch has the order of the first
         first, total = [], torch.zeros(())
         for images, labels, numbers in loader:
             first = first or numbers[:4].tolist()
