@@ -1,12 +1,12 @@
-"""What several rooms need: the strategies, what a GPU can do, and printing.
+"""What several folders need: the strategies, what a GPU can do, and printing.
 
-The tools import it before any package, so it also tells who forgot to activate .venv.
+The tools import it before any package, so it tells users who forgot to activate .venv.
 """
 
 import sys
 from importlib.util import find_spec
 
-# Three of requirements-report.txt: without them, this is no environment of the project.
+# Three packages of requirements-report.txt: without them, .venv is not active.
 if not all(map(find_spec, ("pydantic", "tabulate", "yaml"))):
     sys.exit(
         "error: this Python lacks the project's packages: type `source .venv/bin/activate` first "

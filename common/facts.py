@@ -1,4 +1,4 @@
-"""What collectives send, and a run's share of a GPU's peak."""
+"""What collectives send, and how much of a GPU's peak a run uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,15 @@ UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError
 
 
 def sent_share(collective: str, ranks: int) -> float:
-    """Of the whole tensor's bytes, how many a device sends, on average over the devices. In a
+    """The share of the whole tensor's bytes that a device sends, on average over the devices. In a
     reduce or broadcast, all devices but one send the whole tensor.
     """
     return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-# Peak FLOP/s of 16-bit products (bf16, fp16) that add up in fp32, and of TF32, which the scripts
-# turn on for fp32; without sparsity, from NVIDIA's data sheets. Names are whole, as in torch:
-# an H100 PCIe or NVL is slower than the H100 of a DGX.
+# Peak FLOP/s of 16-bit products (bf16, fp16) summed in fp32, and of TF32, which the scripts turn on
+# for fp32; without sparsity, from NVIDIA's data sheets. The names are torch's, and complete: an
+# H100 PCIe or NVL is slower than the H100 of a DGX.
 # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
 # https://www.nvidia.com/en-us/data-center/h100/ h200/ and l40s/; for the RTX 4090 appendix A of
 # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
@@ -35,9 +35,9 @@ PEAK = {
 
 
 def flops_utilization(run: Mapping[str, Any]) -> float | None:
-    """MFU: of the devices' peak, 6 FLOPs a token and parameter of the layers, without embeddings:
-    https://arxiv.org/abs/2001.08361, section 2.1. Products of queries and keys are not counted.
-    None for a device whose peak is not known, and for a model that is no transformer.
+    """MFU, the share of the devices' peak: 6 FLOPs for each token and parameter of the layers, but
+    none for embeddings and attention scores: https://arxiv.org/abs/2001.08361, section 2.1. None
+    for a device whose peak is not known, and for a model that is not a transformer.
     """
     peaks, precision = PEAK.get(run["device_name"]), run["precision"]
     if peaks is None or precision not in ("bf16", "fp16", "no"):

@@ -5,14 +5,12 @@ import sys
 
 import tabulate
 
-tabulate.MIN_PADDING = 0  # of headers: no wider than they have to be
+tabulate.MIN_PADDING = 0  # or headers are wider than they have to be
 LONGEST = 500  # characters of an error, or a file's content could fill the terminal
 
 
 def printable(text):
-    """A text as one line. Characters that a terminal obeys, or that turn a text around, are shown
-    as Python writes them: \\x1b.
-    """
+    """A text as one line. Characters that control a terminal are written out: \\x1b."""
     line = " ".join(str(text).split())
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
@@ -27,12 +25,12 @@ def one_line(problem):
 
 
 def show_seconds(seconds, decimals=2):
-    """With these decimals, or two digits if there is less to show: 12.35, 0.0021."""
+    """With these decimals, or with two digits if that shows more: 12.35, 0.0021."""
     return f"{seconds:.{decimals}f}" if seconds >= 10 ** (1 - decimals) else f"{seconds:.2g}"
 
 
 def listed(names, most=5):
-    """Names in a row; of the others, how many."""
+    """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -43,8 +41,8 @@ def stop(problem):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that ends the program with one line where an argument is wrong. Flags have to be
-    written out.
+    """A parser that ends the program with one line if an argument is wrong. It takes no short forms
+    of flags.
     """
 
     def __init__(self, **options):
@@ -55,16 +53,21 @@ class OneLineParser(argparse.ArgumentParser):
         stop(f"{message} (--help lists the options)")
 
 
+def value_of(flag, words, default=None):
+    """The value of a flag in the command line of another program."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", default=default)
+    return parser.parse_known_args(words)[0].value
+
+
 def markdown_table(rows, align="left"):
-    """Rows as a Markdown table; the first one is the header. `align` is that of all columns but
-    the first.
-    """
+    """Rows as a Markdown table. The first row is the header. The first column is always left."""
     sides = ["left"] + [align] * (len(rows[0]) - 1)
     return tabulate.tabulate(rows, "firstrow", "pipe", disable_numparse=True, colalign=sides)
 
 
 def own_file(path):
-    """A path to write to. A link there is removed, as it could lead out of the folder."""
+    """A path to write to. A symbolic link there could lead out of the folder, so it is removed."""
     if path.is_symlink():
         path.unlink()
     return path

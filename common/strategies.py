@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # A record's `strategy`, in the order of tables, and its name in a report.
 FAMILIES = {"baseline": "baseline", "dp": "DP", "ddp": "DDP", "fsdp": "FSDP", "hsdp": "HSDP"}
 FAMILIES |= {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-# HSDP's sizes in a record's `strategy_options`; the launcher's names have a prefix.
-REPLICAS, SHARDS = "dp_replicate_size", "dp_shard_size"
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Strategy:
     gradients and optimizer states.
 
     "whole": on each device. "shard": 1/n of it on each of n devices; in HSDP n counts the devices
-    that share a replica. "host": each process has its 1/n in the memory of the CPU.
+    that share a replica. "host": each process keeps its 1/n in the CPU's memory.
     """
 
     family: str
@@ -35,14 +33,14 @@ class Strategy:
 
 
 def plain(value):
-    """An option as text: YAML's `true` and a record's "True" are "true"; a place is a device."""
+    """An option as text: YAML's `true` and a record's "True" are "true". A place is its device."""
     return str(value.get("device") if isinstance(value, dict) else value).lower()
 
 
 def read_strategy(path):
     """The Strategy of a YAML: sections 5.1 to 5.3 of ZeRO, https://arxiv.org/abs/1910.02054, and
-    for the host ZeRO-Offload, https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 divides the
-    gradients as well. Raises an error of UNREADABLE, or one of yaml.
+    for the host ZeRO-Offload, https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 shards the
+    gradients, too. Raises an error of UNREADABLE, or one of yaml.
     """
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     family = {"NO": "baseline", "FSDP": "fsdp"}.get(config["distributed_type"], "ddp")
@@ -67,19 +65,19 @@ def read_strategy(path):
 
 
 def place_of(name):
-    """Where a YAML stands in tables, by the strategy that its name begins with; others are last."""
+    """The place of a YAML in tables, by the strategy that its name begins with; others are last."""
     family = name.split("_")[0]
     return [*FAMILIES, family].index(family)
 
 
 def label_of(name):
-    """The name of a YAML as people write it: "ZeRO-2 offload" for "zero2_offload"."""
+    """A YAML's name for readers: "ZeRO-2 offload" for "zero2_offload"."""
     family, *more = name.split("_")
     return " ".join([FAMILIES[family], *more]) if family in FAMILIES else name
 
 
 def read_strategies():
-    """{name: Strategy} of the YAMLs, in the order of tables. What is no strategy is left out."""
+    """{name: Strategy} of the YAMLs, in the order of tables, without those that are unreadable."""
     found = {}
     for path in sorted(ROOT.glob("accelerate_configs/*.yaml")):
         with suppress(*UNREADABLE, yaml.YAMLError):
@@ -91,9 +89,9 @@ STRATEGIES = read_strategies()
 
 
 def name_yaml(strategy, options):
-    """The YAML that a record's `strategy` and `strategy_options` are from: "fsdp_keep" is "fsdp"
-    that does not reshard. Of those whose additions to STRATEGY.yaml the record has, it is the one
-    that adds most, or the strategy itself if there are two.
+    """The YAML behind a record's `strategy` and `strategy_options`: "fsdp_keep" is an "fsdp" that
+    does not reshard. Of the YAMLs whose additions to STRATEGY.yaml the record has, it is the one
+    that adds most, or the strategy itself if two add as much.
     """
     usual = STRATEGIES[strategy].options.items() if strategy in STRATEGIES else set()
     added = {strategy: 0}
@@ -106,5 +104,5 @@ def name_yaml(strategy, options):
 
 
 def shards_of(options, devices):
-    """The ranks that divide a model among them: in HSDP those of a replica, and else all."""
-    return int(options.get(SHARDS, devices))
+    """How many ranks share a model: in HSDP those of a replica, otherwise all."""
+    return int(options.get("dp_shard_size", devices))

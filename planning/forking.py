@@ -1,8 +1,8 @@
-"""Start a script's ranks as forks of a process that has imported what they import: in 0.1 s each,
-where `accelerate launch` takes 8 to 15 s on two cores.
+"""Start a script's ranks as forks of a process that has imported what they import. This takes 0.1 s
+a rank; `accelerate launch` takes 8 to 15 s on two cores.
 
-What the ranks find is the launcher's own: accelerate parses the command line and the YAML and makes
-the environment, and torch's store connects the ranks.
+As in a launch, accelerate parses the command line and the YAML and makes the environment, and
+torch's store connects the ranks.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ def what_the_launcher_starts(words, environment):
 
 
 def make_worlds(number):
-    """The environment variables of each of `number` ranks, and the store at which they meet. The
-    caller keeps the store as long as they run. Without a number there is one process, and no store.
+    """The environment variables of each of `number` ranks, and the store that connects them. The
+    caller keeps the store while they run. Without a number there is one process, and no store.
     """
     if not number:
         return [{}], None
@@ -63,51 +63,49 @@ def make_worlds(number):
     return [common | rank for rank in ranks], store
 
 
-def become(environment, folder, argv, out, err, run=None):
+def become(environment, folder, argv, out, err, run=None, gate=None):
     """In a forked process: be the rank that runs the script `argv[0]`, or calls `run(argv[0])`."""
-    gc.freeze()  # what was imported stays: else each full collection goes through all of it
+    if gate:
+        gate.wait()
+    gc.freeze()  # or each full collection goes through all that was imported
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     for name, number, file in (("stdout", 1, out), ("stderr", 2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
         setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", closefd=False))
-    sys.argv, sys.path[0:0] = list(argv), [str(Path(argv[0]).resolve().parent)]
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     if run:
         run(argv[0])
     else:
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def become_together(gate, *what):
-    """Be a rank when all are forked. The store's thread, which greets the first rank, may hold a
-    lock of the C library, and a fork of this moment would wait for it for ever.
-    """
-    gate.wait()
-    become(*what)
-
-
 def run_ranks(words, argv, folder, target, patience, gpus):
     """Run the script `argv[0]` as `accelerate launch WORDS ARGV` would, in ranks that call
-    `target(argv[0])`. What they print goes to N.out and N.err in `folder`; they touch N.alive when
-    something goes on. Returns the number of ranks, and those that hang: nothing went on for
+    `target(argv[0])`. Their output goes to N.out and N.err in `folder`, and they touch N.alive when
+    they make progress. Returns the number of ranks, and those that hang: there was no progress for
     `patience` seconds, and faulthandler wrote where they are. Ranks that use GPUs are not forked.
     """
     number, env = what_the_launcher_starts([*words, *argv], dict(os.environ))
     worlds, _store = make_worlds(number)
     context = multiprocessing.get_context("spawn" if gpus else "fork")
+    # The store's thread, which greets the first rank, may hold a lock of the C library, and a
+    # process forked at this moment would wait for it forever. So all begin when all are forked.
     ranks, gate = [], context.Event()
     try:
         for rank, world in enumerate(worlds):
-            ends = folder / f"{rank}.out", folder / f"{rank}.err"
-            what = (gate, env | world, os.getcwd(), argv, *ends, target)
-            ranks.append(context.Process(target=become_together, args=what))
+            output = folder / f"{rank}.out", folder / f"{rank}.err"
+            what = (env | world, os.getcwd(), argv, *output, target, gate)
+            ranks.append(context.Process(target=become, args=what))
             ranks[-1].start()
         gate.set()
         hung = wait_for(ranks, folder, patience, gpus)
         for rank in hung:
             os.kill(ranks[rank].pid, signal.SIGUSR2)
-        time.sleep(0.5 * bool(hung))
+        if hung:
+            time.sleep(0.5)  # while faulthandler writes
     finally:
         for rank in ranks:
             rank.kill()
@@ -116,9 +114,12 @@ def run_ranks(words, argv, folder, target, patience, gpus):
 
 
 def wait_for(ranks, folder, patience, gpus):
-    """Wait until all end. Returns those that run when nothing goes on any more."""
+    """Wait until all end. Returns those that still run, but make no progress."""
     before, since, failed = None, time.monotonic(), None
-    while running := [number for number, rank in enumerate(ranks) if rank.is_alive()]:
+    while True:
+        running = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        if not running:
+            return []
         wait([ranks[number].sentinel for number in running], timeout=0.5)
         now = time.monotonic()
         if any(rank.exitcode for rank in ranks):
@@ -126,7 +127,7 @@ def wait_for(ranks, folder, patience, gpus):
             if now - failed > GRACE:
                 return []
         life = [file.stat().st_mtime_ns for file in folder.glob("*.alive")]
-        for number in [] if gpus else running:  # On a GPU a rank that waits computes.
+        for number in [] if gpus else running:  # On a GPU, waiting takes CPU time, too.
             with contextlib.suppress(psutil.Error):
                 used = psutil.Process(ranks[number].pid).cpu_times()
                 life.append((used.user + used.system) // 2)
@@ -134,4 +135,3 @@ def wait_for(ranks, folder, patience, gpus):
             before, since = life, now
         elif now - since > patience:
             return running
-    return []

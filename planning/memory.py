@@ -7,15 +7,7 @@ from common.strategies import STRATEGIES, shards_of
 
 SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"]
 SIZES += ["max_position_embeddings", "type_vocab_size"]
-EARLY = ("ddp", "zero3")  # gradients are there before the backward pass makes them
-
-
-def compute_dtype(strategy, precision):
-    """How a forward pass computes: "no" is fp32 throughout. In "bf16" weights and activations are
-    bf16, as FSDP and DeepSpeed make them. In "autocast" weights stay fp32 and products are bf16.
-    """
-    autocast = precision == "bf16" and STRATEGIES[strategy].family in ("baseline", "dp", "ddp")
-    return "autocast" if autocast else precision
+EARLY = ("ddp", "zero3")  # all gradients are there before the backward pass
 
 
 def bytes_of_parts(strategy, parameters, devices, precision="no"):
@@ -24,7 +16,7 @@ def bytes_of_parts(strategy, parameters, devices, precision="no"):
     strategy that has no YAML.
 
     Parameters and gradients are fp32, 4 bytes each, and Adam's two moments are 8. DeepSpeed's
-    optimizer works on a copy of its parameters in fp32, 4 more; with that copy, parameters and
+    optimizer works on an fp32 copy of its parameters, 4 more; with that copy, parameters and
     gradients of its bf16 are 2 each. Offloaded gradients are fp32.
     """
     known = STRATEGIES[strategy]
@@ -39,53 +31,34 @@ def bytes_of_parts(strategy, parameters, devices, precision="no"):
     return parts
 
 
-def bytes_held(strategy, parameters, devices, precision="no"):
-    """The sum of `bytes_of_parts`, those on the host included; activations come on top."""
-    return sum(bytes_of_parts(strategy, parameters, devices, precision).values())
-
-
 def bytes_of_activations(
-    tokens,
-    layers,
-    hidden_size,
-    intermediate_size,
-    precision="no",
-    activation_checkpointing=False,
-    dropout=False,
+    tokens, layers, hidden, inner, precision="no", checkpointing=False, dropout=False
 ):
     """Bytes that the layers of a transformer keep for the backward pass, for a micro-batch of
-    `tokens`. `precision` is what `compute_dtype` says.
+    `tokens`. `precision` is "no", "bf16", or "autocast": fp32 weights and bf16 products.
 
-    Each token and layer keeps 8 tensors of hidden_size (the input; query, key and value;
+    Each token and layer keeps 8 tensors of the hidden size (the input; query, key and value;
     attention's output; the input of both normalisations, and the output of the first) and 2 of
-    intermediate_size: equation 1 of https://arxiv.org/abs/2205.05198, with fused attention, which
-    keeps no scores: on GPUs always, on a CPU only without dropout. Autocast keeps the inputs of
+    the inner size: equation 1 of https://arxiv.org/abs/2205.05198, with fused attention, which
+    keeps no scores: always on GPUs, and on a CPU only without dropout. Autocast keeps the inputs of
     normalisations in fp32, and casts a layer's input three times, for query, key and value. Dropout
-    keeps two masks on a GPU, a byte for each element. Activation checkpointing keeps the inputs of
-    the layers, and one layer is computed again at a time: section 5 there.
+    keeps two masks on a GPU, with a byte for each element. Activation checkpointing keeps the
+    inputs of the layers, and computes one layer again at a time: section 5 there.
     """
     size = 4 if precision == "no" else 2
-    layer = tokens * size * (8 * hidden_size + 2 * intermediate_size)
+    layer = tokens * size * (8 * hidden + 2 * inner)
     if precision == "autocast":
-        layer = tokens * (24 * hidden_size + 4 * intermediate_size)
-    layer += 2 * tokens * hidden_size * bool(dropout)
-    if not activation_checkpointing:
+        layer = tokens * (24 * hidden + 4 * inner)
+    layer += 2 * tokens * hidden * bool(dropout)
+    if not checkpointing:
         return layers * layer
-    if precision == "autocast":  # a layer's input is fp32, and no part of what the layer keeps
-        return layers * 4 * tokens * hidden_size + layer
-    return (layers - 1) * size * tokens * hidden_size + layer
-
-
-def bytes_outside_layers(tokens, hidden_size, precision="no", dropout=False):
-    """Bytes that BERT's embeddings and the head for answers keep: the input of a normalisation with
-    dropout behind it, and the head's input. Ids, masks and logits are too small to count.
-    """
-    embeddings, head = {"no": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[precision]
-    return tokens * hidden_size * (embeddings + head + bool(dropout))
+    if precision == "autocast":  # a layer's input is fp32, and not a part of what the layer keeps
+        return layers * 4 * tokens * hidden + layer
+    return (layers - 1) * size * tokens * hidden + layer
 
 
 def bytes_of_buffers(strategy, model, devices, precision="no"):
-    """Bytes of what is only there for a while, without activations: while all activations are
+    """Bytes of what exists only for a while, without activations: while all activations are
     there, while the backward pass is at the first layer, and after that.
 
     Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
@@ -94,8 +67,8 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     time: gathered and as a gradient, or as a gradient and in the buffer. Without resharding, all
     parameters stay gathered up to the backward pass of their layer. ZeRO has its JSON's settings:
     one or two buckets, and gathered parameters. In its step DeepSpeed copies its gradients into one
-    tensor and that into fp32. ZeRO-1 and 2 offload by way of a buffer for the largest parameter.
-    These are read in the libraries' code. docs/lab/12-ladder.md has counted totals.
+    tensor and that into fp32. ZeRO-1 and 2 offload through a buffer for the largest parameter.
+    All this is read in the libraries' code. docs/lab/12-ladder.md has counted totals.
     """
     parameters, embeddings, layer, weights = count_parameters(model)
     size = 4 if precision == "no" else 2
@@ -121,8 +94,8 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
 
 
 def count_parameters(model):
-    """The parameters of BERT with a head for answers and no pooler: all, those of the embeddings
-    and of one layer, which are FSDP's units, and all weights of linear layers, without biases.
+    """The parameters of BERT with a head for answers and no pooler: all; those of the embeddings
+    and of one layer, which are FSDP's units; and all weights of linear layers, without biases.
     """
     layers, hidden, inner = (model[name] for name in SIZES[:3])
     rows = model["vocab_size"] + model["max_position_embeddings"] + model["type_vocab_size"]
@@ -134,14 +107,7 @@ def count_parameters(model):
 
 
 def memory_of(
-    strategy,
-    model,
-    batch,
-    length,
-    devices,
-    precision="no",
-    activation_checkpointing=False,
-    dropout=False,
+    strategy, model, batch, length, devices, precision="no", checkpointing=False, dropout=False
 ):
     """Bytes on each device in a step with `batch` windows of `length` tokens: parameters,
     gradients, states, buffers and activations, each at its largest; total; and host.
@@ -150,45 +116,45 @@ def memory_of(
     frees activations while it makes gradients. So the total is less than the sum of the parts,
     unless all gradients are there from the start (EARLY). Activations include their own gradients
     on their way back through one layer. Under ZeRO-1 and 2 gradients are those of rank 0: until the
-    update, a rank keeps each tensor whole of which its shard has a part.
+    update, a rank keeps whole each tensor that is partly in its shard.
     """
     parameters, embeddings = count_parameters(model)[:2]
     parts = bytes_of_parts(strategy, parameters, devices, precision)
-    gradients, host, family = parts["gradients"], parts.pop("host"), STRATEGIES[strategy].family
-    dtype, tokens = compute_dtype(strategy, precision), batch * length
+    shard = gradients = parts["gradients"]
+    host, family = parts.pop("host"), STRATEGIES[strategy].family
     layers, hidden, inner = (model[name] for name in SIZES[:3])
-    size = 4 if dtype == "no" else 2
-    outside = bytes_outside_layers(tokens, hidden, dtype, dropout)
-    layer = bytes_of_activations(tokens, 1, hidden, inner, dtype, False, dropout)
-    in_layers = bytes_of_activations(
-        tokens, layers, hidden, inner, dtype, activation_checkpointing, dropout
-    )
-    kept = in_layers + outside
-    way = tokens * size * (hidden + inner)
-    shard = gradients
     if family in ("zero1", "zero2") and gradients:
         # Rank 0's shard begins with the embeddings of words, positions and types.
+        size = 2 if precision == "bf16" else 4
         tensors = itertools.accumulate(size * hidden * model[name] for name in SIZES[3:])
-        gradients = next((whole for whole in tensors if whole > shard), shard)
-        parts["gradients"] = gradients
+        parts["gradients"] = gradients = next((whole for whole in tensors if whole > shard), shard)
+    # FSDP and DeepSpeed make bf16 weights. The others use autocast.
+    autocast = precision == "bf16" and family in ("baseline", "dp", "ddp")
+    dtype, tokens = "autocast" if autocast else precision, batch * length
+    rest = hidden, inner, dtype
+    layer = bytes_of_activations(tokens, 1, *rest, False, dropout)
+    # Embeddings keep the input of a normalisation and a mask, and the head keeps its input. Ids,
+    # masks of attention and logits are too small to count.
+    outside = tokens * hidden * ({"no": 8, "autocast": 6, "bf16": 4}[dtype] + bool(dropout))
+    kept = bytes_of_activations(tokens, layers, *rest, checkpointing, dropout) + outside
+    way = tokens * (4 if dtype == "no" else 2) * (hidden + inner)
     buffers, in_layer, after = bytes_of_buffers(strategy, model, devices, precision)
     early = gradients if family in EARLY else 0
     made = max(early, shard * (1 - embeddings / parameters))  # the embeddings' come last
     # With checkpointing, autocast frees its copies after the forward pass. It makes a layer's anew.
-    anew = in_layer if activation_checkpointing and dtype == "autocast" else buffers
+    anew = in_layer if checkpointing and autocast else buffers
     moments = {
-        "end of the forward pass": early + kept - layer * activation_checkpointing + buffers,
+        "end of the forward pass": early + kept - layer * checkpointing + buffers,
         "start of the backward pass": early + kept + way + anew,
         "backward, at the first layer": made + layer + outside + way + in_layer,
         "backward, at the embeddings": gradients + after,
     }
-    total = parts["parameters"] + parts["states"] + max(moments.values())
     if family.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
-        host += size * parameters / devices
+        host += (4 if precision == "no" else 2) * parameters / devices
     return parts | {
         "buffers": max(buffers, in_layer, after),
         "activations": kept + way,
-        "total": total,
+        "total": parts["parameters"] + parts["states"] + max(moments.values()),
         "host": host,
     }
 
@@ -204,15 +170,15 @@ def largest_batch(memory, strategy, model, *rest):
     return bisect.bisect_right(range(1, 2**30), memory, key=total)
 
 
-def measured_and_by_formula(run):
-    """What the fullest rank of a record held at its peak, or, if that is not known, what a step
+def held_by_run(run):
+    """What the fullest rank of a record held at its peak or, if that is not known, what a step
     needs at most, {part: bytes}. Then the bytes on the host of a GPU, those of activations, and how
     many of these activation checkpointing would save: 0 where no formula knows the model.
     """
     work, rank = run["workload"], run["rank"]
     strategy, precision, parameters = run["yaml"], run["dtype"], run["parameters"]
+    shards, peak = shards_of(run["strategy_options"], run["devices"]), rank["peak_memory_mb"]
     parts = {"libraries and data": rank["memory_before_mb"] * 1e6}
-    shards = shards_of(run["strategy_options"], run["devices"])
     parts |= bytes_of_parts(strategy, parameters, shards, precision)
     if run["gradient_accumulation_steps"] > 1:
         parts["gradients"] += bytes_to_accumulate(run)
@@ -221,54 +187,38 @@ def measured_and_by_formula(run):
         parts["offloaded"], host = host, 0
     activations = saved = 0
     if work.get("layers"):
-        steps = [
-            memory_of(
-                strategy,
-                sizes_of_record(run),
-                run["per_device_batch_size"],
-                work["sequence_length"],
-                shards,
-                precision,
-                checkpointing,
-                work["dropout"] > 0,
-            )
-            for checkpointing in (run["activation_checkpointing"], True)
-        ]
-        parts["gradients"] = max(parts["gradients"], steps[0]["gradients"])
-        activations = steps[0]["activations"]
-        saved = activations - steps[1]["activations"]
-        if not rank["peak_memory_mb"]:
-            parts |= {"buffers": steps[0]["buffers"], "activations": activations}
-    peak = rank["peak_memory_mb"]
+        sizes = work["layers"], work["hidden_size"], work["intermediate_size"], 0, 0, 0
+        model = dict(zip(SIZES, sizes, strict=True))
+        # A record has no size of the vocabulary: positions and token types count as words.
+        embeddings = parameters - count_parameters(model)[0]
+        model["vocab_size"] = embeddings // work["hidden_size"]
+        rest = run["per_device_batch_size"], work["sequence_length"], shards, precision
+        dropout = work["dropout"] > 0
+        step = memory_of(strategy, model, *rest, run["activation_checkpointing"], dropout)
+        least = memory_of(strategy, model, *rest, True, dropout)
+        parts["gradients"] = max(parts["gradients"], step["gradients"])
+        activations, saved = step["activations"], step["activations"] - least["activations"]
+        if not peak:
+            parts |= {"buffers": step["buffers"], "activations": activations}
     if peak:
-        rest = max(0, peak * 1e6 - sum(parts.values()))
-        parts["activations and all else"] = activations = rest
-        saved = min(rest, saved)
+        activations = max(0, peak * 1e6 - sum(parts.values()))
+        parts["activations and all else"] = activations
+        saved = min(activations, saved)
     return parts, host, activations, saved
-
-
-def sizes_of_record(run):
-    """The SIZES of a record's BERT. Its positions and token types count as words."""
-    work = run["workload"]
-    values = work["layers"], work["hidden_size"], work["intermediate_size"], 0, 0, 0
-    sizes = dict(zip(SIZES, values, strict=True))
-    words = run["parameters"] - count_parameters(sizes)[0]
-    return sizes | {"vocab_size": words // work["hidden_size"]}
 
 
 def bytes_to_accumulate(run):
     """Bytes of the whole gradients that some strategies keep until an accumulated step is complete,
-    besides those that any step needs.
+    on top of those that any step needs.
     """
     family = STRATEGIES[run["yaml"]].family
     size = 2 if run["dtype"] == "bf16" and family != "ddp" else 4  # DDP's weights stay in fp32
-    return size * run["parameters"] * (family in ("ddp", "zero1", "fsdp", "hsdp"))
+    return size * run["parameters"] if family in ("ddp", "zero1", "fsdp", "hsdp") else 0
 
 
-def next_rungs(run, activations, saved):
+def rungs_of(run, activations, saved):
     """[(what to try next, bytes that it saves at most)], in the order of docs/lab/12-ladder.md.
-    `activations` and `saved` are as in `measured_and_by_formula`. A model without layers gets no
-    advice on them, as the formulas are those of BERT.
+    `activations` and `saved` are those of `held_by_run`.
     """
 
     def needed(strategy, devices):

@@ -1,5 +1,5 @@
-"""What patches torch and accelerate for a dry run: the process groups, Accelerator.prepare, saving,
-and the loaders.
+"""Patches of accelerate that tell when an unchanged script is in a training step, and that let a
+dry run train without data and disk.
 """
 
 import functools
@@ -7,31 +7,9 @@ import types
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed import distributed_c10d
-
-from planning.counting import CountingGroup
-
-
-def connect_counting_groups(ranks, tally):
-    """From now on `torch.distributed.init_process_group` makes this process rank 0 of `ranks`, and
-    all process groups are CountingGroups.
-    """
-
-    def make(options, _):
-        members = options.global_ranks_in_group or range(ranks)
-        return CountingGroup(options.group_rank, list(members), tally)
-
-    dist.Backend.register_backend("counting", make, extended_api=True, devices=["cpu"])
-    connect = distributed_c10d.init_process_group
-
-    def init_process_group(*args, **options):
-        connect("counting", store=dist.HashStore(), rank=0, world_size=ranks)
-
-    dist.init_process_group = distributed_c10d.init_process_group = init_process_group
 
 
 def patch(owner, name, new):
@@ -50,8 +28,8 @@ class StepWatch:
 
     A step begins with a forward pass, with gradients, of a model that `Accelerator.prepare`
     returned. It ends when the `step` of an optimizer that it returned is over, after the last
-    micro-batch. What a script does between two steps, such as logging, is in no step, and neither
-    is what `load_state` does: FSDP's steps an optimizer that has no states yet.
+    micro-batch. What a script does between two steps, such as logging, does not count. Neither does
+    `load_state`, which under FSDP steps an optimizer that has no states yet.
     """
 
     def __init__(self):
@@ -73,26 +51,25 @@ class StepWatch:
 
     def watch(self):
         """Watch all that `Accelerator.prepare` returns from now on."""
-        watch = self
 
         def prepared(prepare, accelerator, *parts, **options):
             for part in parts:
                 if isinstance(part, torch.nn.Module):
-                    watch.preparing(accelerator, part)
+                    self.preparing(accelerator, part)
             found = prepare(accelerator, *parts, **options)
             whole = found if isinstance(found, (tuple, list)) else (found,)
             models = [part for part in whole if isinstance(part, torch.nn.Module)]
             optimizers = [part for part in whole if isinstance(part, AcceleratedOptimizer)]
             for model in models:
-                model.register_forward_pre_hook(watch._forward, prepend=True)
+                model.register_forward_pre_hook(self._forward, prepend=True)
             for optimizer in optimizers:
-                watch._follow(accelerator, models[0] if models else None, optimizer)
+                self._follow(accelerator, models[0] if models else None, optimizer)
             return found
 
         def loaded(load_state, *args, **options):
-            watch.loading = True
+            self.loading = True
             result = load_state(*args, **options)
-            watch.loading = False
+            self.loading = False
             return result
 
         patch(Accelerator, "prepare", prepared)
@@ -105,7 +82,7 @@ class StepWatch:
 
     def _follow(self, accelerator, model, optimizer):
         own_step = optimizer.step
-        # DeepSpeed's engine steps at the end of the backward pass, and the optimizer not at all.
+        # DeepSpeed's engine steps at the end of the backward pass, and its optimizer never does.
         engine = model if hasattr(optimizer.optimizer, "loss_scaler") else None
         update = engine.step if engine else None
 
@@ -130,8 +107,8 @@ class StepWatch:
 
 
 def save_nothing():
-    """From now on `Accelerator.save_state` only makes the folder, where scripts may look. It would
-    wait for the other ranks' shards.
+    """From now on `Accelerator.save_state` only makes the folder, which the script may look for.
+    Saving would wait for the other ranks' shards.
     """
 
     def save_state(accelerator, output_dir=None, **options):

@@ -1,17 +1,17 @@
 """Watch one rank of an unchanged Accelerate script: what it reads, computes and updates in a step,
 as a few numbers of each tensor, which verify.py compares with those of other runs.
 
-What a step holds, in the order of causes:
+What is noted of a step:
 
-samples  a checksum of each sample that was read for it, or its index if it is drawn at random
+samples  a checksum of each sample that was read, or its index if reading draws random numbers
 rate     the learning rates of the optimizer's groups
-weights  of each parameter two numbers before the update: its norm, and its sum with random signs
-inputs   the sum of all numbers that the model was given, and how many they were: such sums add up
-outputs  over ranks and micro-batches. outputs: the same of what the model returned
-losses   what `Accelerator.backward` got, one of each micro-batch
+weights  two numbers of each parameter before the update: its norm, and its sum with random signs
+inputs   the sum of all numbers that went into the model, and their count; these add up over ranks
+outputs  the same of what came out of the model
+losses   what `Accelerator.backward` got, one for each micro-batch
 grads    as weights, before gradients are clipped
 norm     what clip_grad_norm_ returned
-draws    whether random numbers were drawn while a sample was read, or between that and the update
+draws    True if random numbers were drawn while samples were read, or from then to the update
 """
 
 import collections
@@ -19,6 +19,7 @@ import ctypes
 import faulthandler
 import functools
 import inspect
+import itertools
 import json
 import os
 import random
@@ -42,19 +43,20 @@ from torch.utils.data._utils import fetch
 
 from planning.patches import StepWatch, patch
 
-# By how much rounding changes a weight, by precision: the control's first weights differ so much.
+# How much rounding changes a weight, by precision. The control's first weights differ by this.
 MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12}
 EXIT = os._exit
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(StepWatch):
-    """What this rank does in its first `steps` steps. Then the process ends. Or it is killed after
-    `kill_after` steps (0: after the second that follows a checkpoint). `moved` makes it the
-    control. `as_is` leaves dropout and the order of samples alone.
+    """Notes what this rank does in its first `steps` steps, and then ends the process. With
+    `kill_after` it is killed instead: after so many steps, once there is a checkpoint (0: two steps
+    after the first one). `moved` makes it the control. `as_is` keeps dropout and the order of
+    samples.
 
-    A batch that a loader hands out is in `batch`. It belongs to a step if a gradient is computed
-    before the next batch comes, and else to an evaluation.
+    `batch` is what a loader handed out last. It belongs to a step if a gradient is computed before
+    the next batch comes, and otherwise to an evaluation.
     """
 
     def __init__(self, folder, steps, split=False, moved=False, as_is=False, kill_after=None):
@@ -62,41 +64,36 @@ class Watch(StepWatch):
         self.folder, self.steps, self.split = folder, steps, split
         self.moved, self.as_is, self.kill_after = moved, as_is, kill_after
         self.rank = int(os.environ.get("RANK", 0))
-        self.found = {"steps": [], "evaluations": [], "norms": [], "first": {}, "last": {}}
-        names = ("processes", "precision", "saved_at", "loaded", "killed", "error", "traceback")
+        self.found = {"steps": [], "evaluations": {}, "norms": []}
+        names = ("precision", "saved_at", "loaded", "killed", "error", "traceback")
         self.found |= dict.fromkeys(names)
-        self.models, self.iterating, self.gathering = [], 0, 0
-        self.fetched = None  # what the loader that reads now has fetched: the samples of batches
-        self.dice = None  # of the random generators, when a batch was handed out
+        self.alive = Path(folder, f"{self.rank}.alive")  # touched when there is progress
+        self.models, self.gathering = [], 0
+        self.fetched = None  # the samples of batches that the reading loader has fetched
+        self.dice = None  # the state of the random generators when a batch was handed out
         self.begin_batch()
-        self.clear()
+        self.begin_notes()
 
-    def clear(self):
+    def begin_notes(self):
         """Begin to note another step."""
         self.now = {"samples": [], "losses": [], "norm": None, "draws": False}
         self.now |= {"inputs": [0.0, 0], "outputs": [0.0, 0]}
-        self.live()
+        self.alive.touch()
 
     def begin_batch(self):
-        """Forget the batch, which is noted. `of` is what a model made of it last."""
+        """Forget the batch, which is noted. "of" is what it belongs to."""
         self.batch = {"samples": [], "of": None, "inputs": [0.0, 0], "outputs": [0.0, 0]}
-
-    def live(self):
-        """A sign of life for the process that waits for this one."""
-        Path(self.folder, f"{self.rank}.alive").touch()
 
     # ---- models and updates
 
     def preparing(self, accelerator, model):
-        """Watch what goes into the model and comes out, and make it fit to be compared."""
+        """Watch the model's inputs and outputs, and make it comparable."""
         self.accelerator = accelerator
-        precision = accelerator.mixed_precision
-        self.found |= {"processes": accelerator.num_processes, "precision": precision}
+        self.zero = accelerator.distributed_type == utils.DistributedType.DEEPSPEED
+        self.found["precision"] = precision = accelerator.mixed_precision
         if model in self.models:
             return
         self.models.append(model)
-        # Those of each rank, before DDP and ZeRO give all ranks those of rank 0.
-        self.found["first"] = self.numbers(lambda each: None if hasattr(each, "ds_id") else each)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.RNNBase) and not self.as_is:
                 module.dropout = 0.0
@@ -104,7 +101,7 @@ class Watch(StepWatch):
                 self.found["norms"].append(name)
         dice = torch.Generator().manual_seed(1)
         for weight in model.parameters() if self.moved else ():
-            by = MOVED.get(precision, MOVED["bf16"]) * torch.randn(weight.shape, generator=dice)
+            by = MOVED[precision] * torch.randn(weight.shape, generator=dice)
             weight.data.mul_(1 + by.to(weight))
         model.register_forward_pre_hook(self._entering, with_kwargs=True)
         model.register_forward_hook(self._leaving)
@@ -134,53 +131,38 @@ class Watch(StepWatch):
         self.begin_batch()
 
     def evaluation(self):
-        """The one that comes after the steps so far: samples read, and what is made of them."""
-        known = self.found["evaluations"]
-        if not known or known[-1]["after"] != self.done:
-            known.append({"after": self.done, "read": [], "gathered": 0, "collectives": 0})
-        return known[-1]
+        """The evaluation after the steps so far: the samples read, and how they were gathered."""
+        new = {"read": [], "gathered": 0, "collectives": 0}
+        return self.found["evaluations"].setdefault(self.done, new)
 
-    def zero(self):
-        """Whether DeepSpeed trains."""
-        return self.accelerator.distributed_type == utils.DistributedType.DEEPSPEED
-
-    def numbers(self, value_of, model=None, optimizer=None):
-        """{name: two numbers of a parameter's value, or None}, of what the optimizer updates
-        (DeepSpeed's: of its model; without both: of all). A collective under FSDP and ZeRO.
+    def _note_tensors(self, model=None, optimizer=None):
+        """Note weights and gradients, once for each step: those that the optimizer updates
+        (DeepSpeed's: of its model; without an optimizer: all). A collective under FSDP and ZeRO.
         """
-        groups = optimizer.param_groups if optimizer else []
-        own = (
-            model.parameters() if model and self.zero() else sum((g["params"] for g in groups), [])
-        )
-        own, found = set(map(id, own)), {}
-        for number, each in enumerate(self.models):
+        if "grads" in self.now:
+            return
+        self.now["draws"] |= self.dice not in (None, random_state())
+        self.now |= {"weights": {}, "grads": {}}
+        own = None
+        if optimizer:
+            groups = [group["params"] for group in optimizer.param_groups]
+            own = set(map(id, model.parameters() if self.zero else itertools.chain(*groups)))
+        for number, each in enumerate(self.models, 1):
             for name, weight in each.named_parameters():
-                if not own or id(weight) in own:
-                    name = name.replace("_checkpoint_wrapped_module.", "")
-                    name = name.removeprefix("module.")  # of DataParallel
-                    name = f"model {number + 1}: {name}" if len(self.models) > 1 else name
-                    value = value_of(weight)
-                    found[name] = None if value is None else two_numbers(name, value)
-        return found
-
-    def weight_of(self, weight):
-        """The whole parameter. ZeRO-3 does not tell a frozen one."""
-        if self.zero() and weight.requires_grad:
-            return safe_get_full_fp32_param(weight)
-        return None if hasattr(weight, "ds_id") else weight
-
-    def gradient_of(self, weight):
-        """The whole gradient, or None."""
-        return safe_get_full_grad(weight) if self.zero() and weight.requires_grad else weight.grad
-
-    def _note_tensors(self, *owners):
-        if "grads" not in self.now:
-            self.now["draws"] |= self.dice not in (None, random_state())
-            self.now["grads"] = self.numbers(self.gradient_of, *owners)
-            self.now["weights"] = self.numbers(self.weight_of, *owners)
+                if own and id(weight) not in own:
+                    continue
+                name = name.replace("_checkpoint_wrapped_module.", "")
+                name = name.removeprefix("module.")  # of DataParallel
+                name = f"model {number}: {name}" if len(self.models) > 1 else name
+                if self.zero and weight.requires_grad:
+                    values = safe_get_full_fp32_param(weight), safe_get_full_grad(weight)
+                else:  # ZeRO-3 does not tell a frozen weight.
+                    values = None if hasattr(weight, "ds_id") else weight, weight.grad
+                for kind, value in zip(("weights", "grads"), values, strict=True):
+                    self.now[kind][name] = None if value is None else two_numbers(name, value)
 
     def before_update(self, model, optimizer):
-        """Note gradients and weights, if they were not noted before clipping."""
+        """Note gradients and weights, unless they were noted before clipping."""
         self._note_tensors(model, optimizer)
         self.now["rate"] = [group["lr"] for group in optimizer.param_groups]
 
@@ -188,15 +170,13 @@ class Watch(StepWatch):
         """A step is over: end after the last one."""
         self._note_batch()  # if the script called no Accelerator.backward
         self.found["steps"].append(self.now)
-        # After each step: the script does not say which is its last, and may disconnect then.
-        self.found["last"] = self.numbers(self.weight_of)
-        self.clear()
+        self.begin_notes()
         saved = self.found["saved_at"]
-        if self.kill_after is not None and saved is not None:
-            if self.done >= (self.kill_after or saved + 2):
-                self.found["killed"] = True
-                self.save()
-                os.kill(os.getpid(), signal.SIGKILL)
+        kill = self.kill_after is not None and saved is not None
+        if kill and self.done >= (self.kill_after or saved + 2):
+            self.found["killed"] = True
+            self.save()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.done >= self.steps:
             self.leave()
 
@@ -264,7 +244,7 @@ class Watch(StepWatch):
 
     def _clip_grad_norm_(self, clip, *args, **options):
         last = self.models and self.accelerator.sync_gradients
-        if last and not self.zero():
+        if last and not self.zero:
             self._note_tensors()
         norm = clip(*args, **options)
         if last and isinstance(norm, torch.Tensor):
@@ -272,8 +252,7 @@ class Watch(StepWatch):
         return norm
 
     def _fetch(self, take, fetcher, indices):
-        numbers = list(indices) if isinstance(indices, (list, tuple)) else [indices]
-        mapped = isinstance(fetcher, fetch._MapDatasetFetcher)
+        samples = list(indices) if isinstance(indices, (list, tuple)) else [indices]
         before, collate, items = random_state(), fetcher.collate_fn, []
 
         def seen(data):
@@ -281,45 +260,42 @@ class Watch(StepWatch):
             return collate(data)
 
         fetcher.collate_fn = seen
-        try:
-            batch = take(fetcher, indices)
-        finally:
-            fetcher.collate_fn = collate
-        if before != random_state():
-            self.now["draws"] = True
-        if isinstance(items[0], list) and (before == random_state() or not mapped):
-            # Two parts of a data set may give other samples the same index.
-            numbers = [checksum(item) for item in items[0]]
+        batch = take(fetcher, indices)
+        fetcher.collate_fn = collate
+        drawn = before != random_state()
+        self.now["draws"] |= drawn
+        mapped = isinstance(fetcher, fetch._MapDatasetFetcher)
+        if isinstance(items[0], list) and not (drawn and mapped):
+            # Two parts of a data set may give different samples the same index.
+            samples = [checksum(item) for item in items[0]]
         if self.fetched is not None:
-            self.fetched.append(numbers)
+            self.fetched.append(samples)
         return batch
 
     def _batches(self, iterate, loader):
-        if self.iterating:  # one loader reads from another
+        if self.fetched is not None:  # one loader reads from another
             yield from iterate(loader)
             return
-        source, numbers = iterate(loader), collections.deque()
+        source, fetched = iterate(loader), collections.deque()
         while True:
-            self.iterating, self.fetched = self.iterating + 1, numbers
-            try:
-                batch = next(source, None)
-            finally:
-                self.iterating, self.fetched = self.iterating - 1, None
+            self.fetched = fetched
+            batch = next(source, None)
+            self.fetched = None
             if self.batch["of"] == "evaluation":
                 self.evaluation()["read"] += self.batch["samples"]
                 self.begin_batch()
             if batch is None:
                 return
             # With a dispatcher, rank 0 reads for all.
-            known = numbers and not isinstance(loader, DataLoaderDispatcher)
-            self.batch["samples"] += numbers.popleft() if known else checksums(batch)
+            known = fetched and not isinstance(loader, DataLoaderDispatcher)
+            self.batch["samples"] += fetched.popleft() if known else checksums(batch)
             self.dice = random_state()
-            self.live()
+            self.alive.touch()
             yield batch
 
 
 def without_workers(make, *args, **options):
-    """A loader whose samples this process reads itself."""
+    """Make a loader that reads its samples in this process."""
     words = inspect.signature(make).bind(*args, **options)
     words.arguments |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
     words.arguments |= {"timeout": 0, "multiprocessing_context": None}
@@ -327,7 +303,7 @@ def without_workers(make, *args, **options):
 
 
 def with_seeded_order(split, make, accelerator, *args, **options):
-    """An Accelerator whose samplers have a seed: else several processes have another order."""
+    """Make an Accelerator with seeded samplers. Otherwise the number of ranks changes the order."""
     config = options.get("dataloader_config") or utils.DataLoaderConfiguration()
     if not config.use_seedable_sampler:
         config.use_seedable_sampler, config.data_seed = True, 0
@@ -336,7 +312,7 @@ def with_seeded_order(split, make, accelerator, *args, **options):
 
 
 def switch_off_dropout():
-    """Each rank would draw others. What an RNN does is its own argument, see `preparing`."""
+    """Each rank would draw its own masks. `preparing` switches off an RNN's dropout."""
     for name in ("", "1d", "2d", "3d"):
         setattr(functional, f"dropout{name}", lambda input, *args, **options: input)
     functional.alpha_dropout = functional.feature_alpha_dropout = functional.dropout
@@ -349,19 +325,19 @@ def switch_off_dropout():
 
 
 def full(tensor):
-    """The whole tensor of a shard."""
+    """The whole tensor that a shard is a part of."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @functools.cache
 def signs_of(name, size):
-    """Random signs, the same ones for each tensor of a name."""
+    """Random signs, the same ones for each tensor with this name."""
     dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(0, 2, [size], generator=dice).double() * 2 - 1
 
 
 def two_numbers(name, tensor):
-    """Norm and sum with random signs: that tells tensors apart which have the same norm."""
+    """Norm, and sum with random signs, which differs between tensors of the same norm."""
     flat = full(tensor.detach()).double().flatten().cpu()
     return [flat.norm().item(), (flat @ signs_of(name, len(flat))).item()]
 
@@ -384,27 +360,27 @@ def checksum(item):
 
 
 def checksums(batch):
-    """One of each sample of a batch: of its row in all tensors with as many rows as the first."""
+    """A checksum of each sample of a batch, a row in all tensors with as many rows as the first."""
     tensors = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim]
     rows = len(tensors[0]) if tensors else 0
     return [checksum([x[row] for x in tensors if len(x) == rows]) for row in range(rows)]
 
 
 def connect_over_gloo():
-    """Connect ranks without a GPU, which a script that was written for GPUs does not do."""
+    """Connect ranks without a GPU. Scripts that were written for GPUs do not do it."""
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if zero:
         import deepspeed.ops
 
-        # DeepSpeed 0.19.8 would compile it for 20 seconds.
+        # DeepSpeed 0.19.8 would spend 20 seconds compiling it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not (fsdp or zero):
         os.environ["ACCELERATE_USE_CPU"] = "true"
     state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
     if fsdp:  # accelerate 1.15 shards on CPUs only under this type
         state.distributed_type = utils.DistributedType.MULTI_GPU
-    # transformers' Trainer would forget who is connected, and find no GPU.
+    # transformers' Trainer would reset these, and find no GPU.
     AcceleratorState._reset_state = staticmethod(
         lambda reset_partial_state=False: AcceleratorState._shared_state.clear()
     )
@@ -413,12 +389,12 @@ def connect_over_gloo():
 def watch_script(folder, gpus, options, script):
     """Be the rank that runs the script, and never return."""
     place = Path(folder, f"{os.environ.get('RANK', 0)}.at")
-    faulthandler.register(signal.SIGUSR2, place.open("w"))  # the tool asks where a rank hangs
-    for reseed in (torch.seed, numpy.random.seed, random.seed):  # a fork has its parent's
+    faulthandler.register(signal.SIGUSR2, place.open("w"))  # for a rank that hangs
+    for reseed in (torch.seed, numpy.random.seed, random.seed):  # a fork has its parent's seeds
         reseed()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: end with the tool
-    for name in list(sys.modules):  # the script may have modules of these names
+    for name in list(sys.modules):  # the script's folder may have modules of these names
         if name.partition(".")[0] in ("common", "planning"):
             del sys.modules[name]
     sys.path[1:] = [path for path in sys.path[1:] if Path(path).resolve() != ROOT]

@@ -1,4 +1,4 @@
-"""Say what verify.py found: what was seen, and what usually makes it."""
+"""Say what verify.py found: what was seen, and what usually causes it."""
 
 import math
 
@@ -21,12 +21,12 @@ def tell(found, resumed=False):
         kind, step = difference.kind, difference.step
         if lines and kind not in ("samples", "rate"):
             rest.append(f"{SEEN[kind]} from step {step}")
-        elif resumed:
-            lines.append(f"step {step}: {tell_resumed(difference)}")
-        else:
-            sentence = sentences.get(kind, tell_sum)(difference)
-            lines.append(f"step {step}: {sentence}")
-    return lines + [f"then {', '.join(rest)}"] * bool(rest)
+            continue
+        sentence = tell_resumed if resumed else sentences.get(kind, tell_sum)
+        lines.append(f"step {step}: {sentence(difference)}")
+    if rest:
+        lines.append(f"then {', '.join(rest)}")
+    return lines
 
 
 def some(names):
@@ -34,47 +34,31 @@ def some(names):
     return listed(names[::-1], 3)
 
 
-def same_step(d, kind):
-    """The first step of one process that has these samples, or these learning rates, or None."""
-    here = d.many[kind]
-    return next((k + 1 for k, step in enumerate(d.steps) if step[kind] == here), None)
-
-
 def draws(d):
-    """Whether random numbers may explain it: what they hide, nobody can tell."""
+    """Whether random numbers may explain it. Then other causes cannot be seen."""
     return d.kind in EXPLAIN and d.one["draws"] and not {"samples", "weights"} & set(d.others)
 
 
 def hidden(found):
-    """Whether they may explain all that was found."""
+    """Whether random numbers may explain all that was found."""
     certain = {"samples", "rate", "apart"} & {difference.kind for difference in found}
     return bool(found) and draws(found[0]) and not certain
 
 
 def tell_samples(d):
     sizes, of_one = [len(samples) for samples in d.many["each"]], d.one["samples"].total()
-    sets = [set(samples) for samples in d.many["each"]]
-    shared = len(set.intersection(*sets)) if len(sets) > 1 else 0
-    if shared and shared == len(sets[0]):
+    shared = set.intersection(*(set(samples) for samples in d.many["each"]))
+    if len(sizes) > 1 and shared and len(shared) == len(set(d.many["each"][0])):
         return (
             f"all ranks read the same {sizes[0]} samples: was the loader given to "
             "accelerator.prepare, and does each rank take its own part?"
         )
-    if shared:
-        return (
-            f"several ranks read the same {shared} of {sizes[0]} samples: do they shuffle with "
-            "different seeds?"
-        )
-    seen = f"{sum(sizes)} samples on all ranks, {of_one} on one process"
     if sum(sizes) > of_one:
         return (
-            f"{seen}: accelerate fills up an uneven last batch with samples that were read before; "
-            "with drop_last=True the loader leaves it out"
+            f"{sum(sizes)} samples on all ranks, {of_one} on one process: accelerate fills up an "
+            "uneven last batch with samples that were read before; with drop_last=True the loader "
+            "leaves it out"
         )
-    if sum(sizes) < of_one:
-        return f"{seen}: is the data divided among the ranks twice?"
-    if whose := same_step(d, "samples"):
-        return f"the {of_one} samples are those of step {whose} of one process"
     others = of_one - (d.one["samples"] & d.many["samples"]).total()
     return (
         f"{others} of {of_one} samples differ from those on one process: is the loader prepared, "
@@ -85,9 +69,7 @@ def tell_samples(d):
 def tell_rate(d):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
-        return (
-            f"the ranks have different learning rates ({rates}): does each rank step its schedule?"
-        )
+        return f"the ranks have different learning rates ({rates}): do all step the schedule?"
     here, now = d.one["rate"][0], d.many["rate"][0]
     before = d.steps[d.step - 2]["rate"][0]
     seen = f"learning rate {now:.6g} instead of {here:.6g}"
@@ -114,9 +96,7 @@ def tell_weights(d):
             f"{seen}, and clip_grad_norm_ clipped nothing: under DeepSpeed only gradient_clipping "
             "in its JSON does"
         )
-    return (
-        f"{seen}, though everything before was the same: what changes them, besides the optimizer?"
-    )
+    return f"{seen}, but everything before was the same: what changes them besides the optimizer?"
 
 
 def tell_sum(d):
@@ -150,8 +130,9 @@ def tell_sum(d):
 
 def tell_grads(d):
     one, many, names = d.one["grads"], d.many["grads"], d.names
-    if none := [name for name in names if (one.get(name) is None) != (many.get(name) is None)]:
-        return f"{some(none)}: there is no gradient on one side"
+    missing = [name for name in names if (one.get(name) is None) != (many.get(name) is None)]
+    if missing:
+        return f"{some(missing)}: there is no gradient on one side"
     seen = f"gradients of {len(names)} of {len(one)} tensors ({some(names)})"
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
     if all(relative(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
@@ -167,52 +148,42 @@ def tell_grads(d):
 
 
 def tell_apart(d):
-    apart = d.many["apart"]
-    if names := apart.get("weights"):
-        return (
-            f"{len(names)} weights are not the same on all ranks ({some(names)}): does one rank "
-            "alone change them, or start with different ones?"
-        )
-    return (
-        f"{len(apart['grads'])} gradients are not the same on all ranks ({some(apart['grads'])}): "
-        "is the loss computed by the prepared model, on all ranks?"
-    )
+    causes = {"weights": "does only one rank change them, or do they start with different ones?"}
+    causes |= {"grads": "is the loss computed by the prepared model, on all ranks?"}
+    kind, names = next(iter(d.many["apart"].items()))
+    seen = f"{len(names)} {SEEN[kind]} are not the same on all ranks ({some(names)})"
+    return f"{seen}: {causes[kind]}"
 
 
 def tell_resumed(d):
-    """The same of a run that goes on, beside one that nothing disturbed."""
-    dice = "does the checkpoint hold the random states, and is nothing drawn after loading it?"
+    """What differs in a resumed run, compared with an undisturbed one."""
+    seen = f"{SEEN[d.kind]} differ"
+    cause = "does the checkpoint hold the random states, and is nothing drawn after loading it?"
     if d.kind == "samples":
-        whose = same_step(d, "samples")
-        whose = f"those of step {whose}" if whose else "those of no step"
-        skip = "are the batches before the checkpoint skipped, in the order of the same epoch?"
-        return f"the samples are {whose} of the undisturbed run: {skip}"
-    if d.kind == "rate":
-        now, here = d.many["rate"][0], d.one["rate"][0]
-        held = "does the checkpoint hold the schedule (was it prepared, or registered)?"
-        return f"learning rate {now:.6g} instead of {here:.6g}: {held}"
-    if d.kind == "weights":
+        read = d.many["samples"]
+        steps = [k for k, step in enumerate(d.steps, 1) if step["samples"] == read]
+        whose = f"those of step {steps[0]}" if steps else "not those of any step"
+        seen = f"the samples are {whose} of the undisturbed run"
+        cause = "are the batches before the checkpoint skipped, in the order of the same epoch?"
+    elif d.kind == "rate":
+        seen = f"learning rate {d.many['rate'][0]:.6g} instead of {d.one['rate'][0]:.6g}"
+        cause = "does the checkpoint hold the schedule (was it prepared, or registered)?"
+    elif d.kind == "weights":
         seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ ({some(d.names)})"
-        return f"{seen}: does the checkpoint hold them, and the optimizer's states?"
-    if d.kind == "inputs":
-        return f"the same samples, but different numbers: {dice}"
-    if d.kind == "outputs":
-        return f"the same inputs, but different outputs (dropout, a buffer): {dice}"
-    return f"{SEEN[d.kind]} differ: {dice}"
-
-
-def note_seeds(names):
-    """A remark about first weights that the ranks make otherwise, or none."""
-    seed = "FSDP keeps these, DDP and ZeRO take those of rank 0: set one seed"
-    return [f"note: the ranks make different first weights ({some(names)}). {seed}"] * bool(names)
+        cause = "does the checkpoint hold them, and the optimizer's states?"
+    elif d.kind == "inputs":
+        seen = "the same samples, but different numbers"
+    elif d.kind == "outputs":
+        seen = "the same inputs, but different outputs (dropout, a buffer)"
+    return f"{seen}: {cause}"
 
 
 def tell_evaluation(step, what, one, many):
     """A line about an evaluation that differs, see comparing.compare_evaluations."""
     sentence = {
-        "missing": f"{many} of {one} samples are read by no rank",
-        "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: is the metric "
-        "that of its own part?",
+        "missing": f"no rank reads {many} of {one} samples",
+        "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: does the metric "
+        "cover only its own part?",
         "rows": f"{many} rows gathered instead of {one}: gather_for_metrics drops what fills up "
         "the last batch, if the loader is prepared (or does the script drop it?). A mean of the "
         "ranks' means is not the overall mean",

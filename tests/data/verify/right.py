@@ -1,4 +1,4 @@
-"""A right script, from which the others differ in one mistake each."""
+"""A right script. mistakes.diff has what each mistake changes in it."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def main():
     test = DataLoader(TensorDataset(inputs[192:], labels[192:]), args.batch_size)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    # The steps of two epochs. A prepared schedule makes one for each process.
+    # The steps of two epochs. A prepared schedule steps once for each process.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=2 * len(train))
     model, optimizer, train, test, schedule = accelerator.prepare(
         model, optimizer, train, test, schedule

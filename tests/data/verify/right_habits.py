@@ -1,4 +1,4 @@
-"""A right script with habits of many: attention, a frozen teacher, workers that may time out, an
+"""A right script with common habits: attention, a frozen teacher, workers that may time out, an
 evaluation in mid-epoch without no_grad, scalars that are gathered, sums that are reduced.
 """
 

@@ -1,4 +1,4 @@
-"""A right script: its samples come from an iterable data set."""
+"""A right script whose samples come from an iterable data set."""
 
 import argparse
 
@@ -32,7 +32,7 @@ def main():
     test = DataLoader(TensorDataset(inputs[192:], labels[192:]), args.batch_size)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    # The steps of two epochs. A prepared schedule makes one for each process.
+    # The steps of two epochs. A prepared schedule steps once for each process.
     schedule = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1, 0.1, total_iters=384 // args.batch_size
     )

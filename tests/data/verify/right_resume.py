@@ -1,4 +1,4 @@
-"""A right script that resumes, from which the others differ in one mistake each."""
+"""A right script that resumes. mistakes.diff has what each mistake changes in it."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def main():
     set_seed(0)
     inputs = torch.randn(192, 8)
     data = TensorDataset(inputs, inputs.argmax(1) % 4)
-    # Without a generator of its own each epoch draws from that of dropout, a resumed one again.
+    # With dropout's generator, a resumed epoch would draw its order once more.
     own = torch.Generator()
     train = DataLoader(data, batch_size=8, shuffle=True, drop_last=True, generator=own)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2))

@@ -24,7 +24,7 @@ def main():
     critic = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     second = torch.optim.SGD(critic.parameters(), lr=0.01)
-    # The steps of two epochs. A prepared schedule makes one for each process.
+    # The steps of two epochs. A prepared schedule steps once for each process.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=2 * len(train))
     model, optimizer, train, test, schedule = accelerator.prepare(
         model, optimizer, train, test, schedule
