@@ -1,14 +1,15 @@
 """Turn run records into a lab report: the time, speedup and efficiency of each strategy on each
-node shape, and which differences the repeats carry.
+node shape, and which differences are more than chance.
 
     python report.py runs/                    # every run.json below runs/
     python report.py --times times.csv        # by hand: strategy,nodes,gpus_per_node,seconds
 
 prints the report, and writes it as report.md, with report.csv and pictures (SVG), and as
-report.html, one file with the pictures inside. It reads nothing but the records that the training
-scripts leave, the plan of a sweep (sweep.csv), and times by hand. reporting/ does the work.
+report.html, one file with the pictures inside. It reads the records that the training scripts
+leave (run.json), the plan of a sweep (sweep.csv), and times by hand. reporting/ does the work.
 """
 
+import csv
 import signal
 from pathlib import Path
 
@@ -27,23 +28,20 @@ def parse_args():
     )
     add = parser.add_argument
     add("folder", type=Path, nargs="?", help="every run.json below it is read")
-    by_hand = "CSV of times as 186.6 or 3m6.6s, with strategy,nodes,gpus_per_node,seconds"
+    by_hand = "CSV with strategy,nodes,gpus_per_node,seconds; times as 186.6 or 3m6.6s"
     add("--times", type=Path, help=by_hand)
-    output = "where all goes (default: the folder; with --times alone, the current one)"
+    output = "where to write (default: the folder; with --times alone, the current one)"
     add("--output_dir", type=Path, help=output)
     args = parser.parse_args()
     if not args.folder and not args.times:
-        parser.error("a folder of runs is needed, or --times")
-    for path in (args.folder, args.times):
-        if path and not path.exists():
-            parser.error(f"there is no {path}")
+        parser.error("name a folder of runs, or use --times")
     args.output_dir = args.output_dir or args.folder or Path(".")
     return args
 
 
 def write_report(args):
-    """Write all files, and return the report as Markdown, and whether a run is in its tables.
-    Raises OSError or ValueError.
+    """Write all files. Returns the report as Markdown, and True if its tables have a run. Raises
+    OSError, ValueError or csv.Error.
     """
     runs, notes = read_runs(args.folder) if args.folder else ([], [])
     if args.times:
@@ -74,7 +72,7 @@ def main():
     args = parse_args()
     try:
         text, shows_runs = write_report(args)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, csv.Error) as problem:
         stop(problem)
     print(text)
     written = printable(args.output_dir)
@@ -87,5 +85,5 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py runs | head` ends in silence.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py runs | head` ends silently
     main()

@@ -1,3 +1,3 @@
-"""What report.py knows, a file for each thing: records, times (by hand), comparing, answer,
-pictures, page.
+"""The modules of report.py. It reads (schema, records, times), compares (comparing, grounds) and
+writes (answer, pictures, page).
 """

@@ -1,6 +1,6 @@
-"""The answer that opens a report, in three sentences: the baseline, the fastest, what is missing.
+"""The sentences that open a report: the baseline, the fastest cell, what is missing.
 
-A sentence calls a cell faster than another one only where the tests say so. reporting/page.py has
+A sentence calls a cell faster than another one only if the tests say so. reporting/page.py writes
 the table below them.
 """
 
@@ -19,7 +19,7 @@ def percent(share: float) -> str:
 
 
 def say_baseline(workload: Workload) -> str:
-    """The times that all others are compared with."""
+    """The times with which all others are compared."""
     cells = [cell for cell in workload.cells if cell.is_baseline]
     if cells:
         times = [
@@ -29,14 +29,14 @@ def say_baseline(workload: Workload) -> str:
         return f"The baseline, one device, trains in {listed(times)}."
     checkpointing = any(cell.setting.activation_checkpointing for cell in workload.cells)
     return (
-        "There is no speedup, as there is no run of accelerate_configs/baseline.yaml of this work "
-        f"on one device{', without --activation_checkpointing' if checkpointing else ''}."
+        "There is no speedup: this work has no run of accelerate_configs/baseline.yaml on one "
+        f"device{', without --activation_checkpointing' if checkpointing else ''}."
     )
 
 
 def say_fastest(workload: Workload) -> str:
-    """Of the cells on several devices that have repeats and learn what the baseline learns: the one
-    that trains on most samples in a second, and whether the tests tell it from the others.
+    """The cell that trains on most samples per second, and the cells that the tests do not tell
+    apart from it. Only cells on several devices that have repeats, and that learned.
     """
     cells = [cell for cell in workload.cells if cell.devices > 1 and len(cell.runs) > 1]
     cells = [cell for cell in cells if "loss" not in cell.notes]
@@ -46,9 +46,7 @@ def say_fastest(workload: Workload) -> str:
     margin = workload.margin(best, others[0]) if others else 0.0
     comparisons = [one for cell in cells for one in cell.comparisons.values()]
     lead = ""
-    if comparisons and not any(one.low for one in comparisons):
-        lead = "No test compares strategies with one device, as it has no repeats. "
-    elif comparisons and not any(one.sure == "faster" for one in comparisons):
+    if comparisons and not any(one.sure == "faster" for one in comparisons):
         lead = "No strategy that learns is shown to be faster on several devices than on one. "
     word = "best" if lead or margin is None else "fastest"
     text = f"{lead}Of the cells with repeats, the {word} is {best.label}"
@@ -68,7 +66,7 @@ def say_fastest(workload: Workload) -> str:
 
 
 def say_missing(workload: Workload) -> str:
-    """The cells of which runs were started or planned and are no timings, with the reasons."""
+    """The cells with runs whose times do not count or that never ran, with the reasons."""
     cells = [
         f"{label_of(run.setting.strategy)} on {run.setting.shape} ({run.problem.split(':')[0]})"
         for run in workload.lost

@@ -1,5 +1,5 @@
-"""Cells, which are the means or medians of repeats; what they are against the baseline; and which
-differences their repeats carry, by Dunnett's and Tukey's tests.
+"""Cells, which are the means or medians of repeats; their speedups over the baseline; and which
+differences are more than chance, by Dunnett's and Tukey's tests.
 """
 
 import functools
@@ -19,19 +19,20 @@ from common.facts import flops_utilization
 from common.strategies import label_of, place_of
 from reporting.records import MEANT, Figures, Run, Setting
 
-FALSE_CLAIMS = 0.05  # of the reports whose cells are all equally fast, at most
+FALSE_CLAIMS = 0.05  # the largest share of reports that claim a difference if all cells are equal
 
-# What a comparison holds fixed. Of times by hand, nobody knows the batch.
+# What is the same in a cell and its baseline. The batch of times by hand is not known.
 FIXED = {"weak": "batch per device", "strong": "global batch", "by_hand": "not known"}
-# Where it is not known, it differs from nothing: a library that was not imported, for example.
+# If one of these is unknown, as of a library that was not imported, it counts as the same.
 MAY_BE_UNKNOWN = ("torch", "accelerate", "deepspeed", "transformers", "cores")
+
+Intervals = dict[tuple["Cell", "Cell"], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell against a baseline: the speedup of the means, which is that of the work per second,
-    and the interval in which Dunnett's test has it, if both have repeats. `sure` is "faster" or
-    "slower", or "" if the repeats do not say.
+    """A cell against a baseline: the ratio of the mean costs, and its interval by Dunnett's test if
+    both have repeats. `sure` is "faster", "slower", or "" if the test cannot tell.
     """
 
     baseline: "Cell"
@@ -44,8 +45,8 @@ class Comparison:
 
 @dataclass(eq=False)
 class Cell:
-    """The repeats of a setting: the medians of their figures, the geometric means of seconds and
-    cost, since the tests compare means of logarithms, and what the report finds.
+    """The repeats of a setting, the medians of their figures, and what the report finds. Seconds
+    and cost are geometric means, because the tests compare means of logarithms.
     """
 
     workload: dict[str, Any]
@@ -54,10 +55,10 @@ class Cell:
     figures: Figures = field(init=False)
     cost: float = field(init=False)  # seconds of training for each sample; see Run.cost
     middle: Run = field(init=False)  # the run nearest to the cost
-    apart: str = ""  # from others of its name and shape: batch or options
-    bases: dict[str, "Cell"] = field(default_factory=dict)  # its baselines, by a name of FIXED
-    comparisons: dict[str, Comparison] = field(default_factory=dict)  # with each of them
-    notes: dict[str, str] = field(default_factory=dict)  # what weakens it: {a code: in words}
+    apart: str = ""  # its batch or options, if others have its name and shape
+    bases: dict[str, "Cell"] = field(default_factory=dict)  # {a name of FIXED: baseline}
+    comparisons: dict[str, Comparison] = field(default_factory=dict)  # with each of the bases
+    notes: dict[str, str] = field(default_factory=dict)  # {code: in words}, from grounds.py
 
     def __post_init__(self) -> None:
         medians: dict[str, Any] = {}
@@ -79,7 +80,7 @@ class Cell:
 
     @property
     def logs(self) -> list[float]:
-        """The logarithms of what a sample took in each repeat."""
+        """The logarithms of each repeat's seconds per sample."""
         return [math.log(run.cost) for run in self.runs]
 
     @property
@@ -99,7 +100,7 @@ class Cell:
 
     @property
     def comparison(self) -> Comparison | None:
-        """The first one: weak scaling, if there is a baseline of the same batch per device."""
+        """Weak scaling if there is a baseline with the same batch per device, or else strong."""
         return next(iter(self.comparisons.values()), None)
 
     @property
@@ -126,40 +127,42 @@ class Cell:
 
     @property
     def mfu(self) -> float | None:
-        known = dict.fromkeys(("device_name", "precision", "layers")) | self.workload
         rate = self.figures.tokens_per_second
-        return flops_utilization(known | {"tokens_per_second": rate, "devices": self.devices})
+        if not rate:
+            return None
+        run = self.workload | {"tokens_per_second": rate, "devices": self.devices}
+        return flops_utilization(run)
 
 
 @dataclass
 class Workload:
-    """The cells of one workload, the runs of it that are no timings, and what the tests found."""
+    """The cells of one workload, its runs whose times do not count, and what the tests found."""
 
     values: dict[str, Any]
     cells: list[Cell]
     lost: list[Run]
-    # Of two cells the interval of log(cost of the first / cost of the second).
-    intervals: dict[tuple[Cell, Cell], tuple[float, float]] = field(default_factory=dict)
+    # {(one, other): the interval of log(cost of one / cost of the other)}
+    intervals: Intervals = field(default_factory=dict)
 
     def margin(self, one: Cell, other: Cell) -> float | None:
-        """By how much two cells have to differ, as a fraction. None if they were not tested."""
+        """The fraction by which two cells have to differ. None if they were not tested."""
         if (one, other) not in self.intervals:
             return None
         low, high = self.intervals[one, other]
-        return math.expm1(min(700.0, (high - low) / 2))
+        return math.expm1((high - low) / 2)
 
 
 # -------- workloads and cells
 
 
 def find_differences(workloads: list[dict[str, Any]]) -> list[str]:
-    """The names of what is not the same in all of these."""
+    """The names whose values are not the same in all workloads."""
     names = dict.fromkeys(name for values in workloads for name in values)
     return [name for name in names if unlike(name, [values.get(name) for values in workloads])]
 
 
 def unlike(name: str, values: list[Any]) -> bool:
-    """Whether these values of a name differ. Cores do not where there are as many for each device,
+    """True if these values of a name differ. Cores are alike if there are as many for each device
     or as many on each node: ranks on one CPU divide its cores.
     """
     if name in MAY_BE_UNKNOWN:
@@ -170,14 +173,14 @@ def unlike(name: str, values: list[Any]) -> bool:
 
 
 def shared_cores(values: list[str]) -> str:
-    """What these have in common, of texts such as "1 per device, 2 per node"."""
+    """The common part of texts such as "1 per device, 2 per node"."""
     first, *others = [value.split(", ") for value in values]
     return ", ".join(text for text in first if all(text in other for other in others))
 
 
 def find_workloads(runs: list[Run]) -> list[Workload]:
-    """The workloads of these runs, with compared and named cells. A run with a version that is not
-    known belongs to each workload from which it differs in nothing else.
+    """The workloads of these runs, with compared and named cells. A run with an unknown version
+    belongs to each workload that is like it in all else.
     """
     workloads: list[Workload] = []
     timings = [run for run in runs if not run.problem]
@@ -198,7 +201,7 @@ def find_workloads(runs: list[Run]) -> list[Workload]:
 
 
 def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
-    """All runs that differ in nothing from these values, and have the same cores as each other."""
+    """All runs with these values, and with the same cores as each other."""
     settings: dict[Setting, list[Run]] = {}
     for run in runs:
         if not run.problem and not find_differences([run.workload, values]):
@@ -210,21 +213,23 @@ def make_workload(values: dict[str, Any], runs: list[Run]) -> Workload:
     tell_apart(cells)
     for cell in cells:
         find_bases(cell, cells)
-    lost = [run for run in runs if run.problem not in ("", *MEANT)]
-    return Workload(
-        values, cells, [run for run in lost if not find_differences([run.workload, values])]
-    )
+    lost = [
+        run
+        for run in runs
+        if run.problem not in ("", *MEANT) and not find_differences([run.workload, values])
+    ]
+    return Workload(values, cells, lost)
 
 
 def order_of(cell: Cell) -> tuple[Any, ...]:
-    """Where a cell stands in tables: by strategy, devices, nodes and batch."""
+    """Sorts cells by strategy, devices, nodes and batch."""
     setting, place = cell.setting, place_of(cell.setting.strategy)
     sizes = setting.devices, setting.nodes, setting.global_batch_size or 0
     return place, setting.strategy, setting.activation_checkpointing, *sizes
 
 
 def find_bases(cell: Cell, cells: list[Cell]) -> None:
-    """Set a cell's baselines: of those with the same batch, the fastest counts."""
+    """Set a cell's baselines: the fastest of those with the same batch."""
     setting = cell.setting
     batches = {"weak": setting.batch_per_device, "strong": setting.global_batch_size}
     for kind, batch in batches.items() if setting.batch_per_device else [("by_hand", None)]:
@@ -237,13 +242,11 @@ def find_bases(cell: Cell, cells: list[Cell]) -> None:
 
 # -------- tests
 
-Intervals = dict[tuple[Cell, Cell], tuple[float, float]]
-
 
 def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
     """The tests of a workload, each a function of the confidence level: Dunnett's for each
-    baseline, and Tukey's among the cells on several devices. Cells whose repeats are all equal, as
-    times in whole seconds may be, say nothing about chance, and have none.
+    baseline, and Tukey's among the cells on several devices. There is no test if all repeats took
+    the same time, as times in whole seconds may: they say nothing about chance.
     """
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     tests: list[Callable[[float], Intervals]] = []
@@ -261,12 +264,12 @@ def find_tests(workload: Workload) -> list[Callable[[float], Intervals]]:
 
 
 def varies(cell: Cell) -> bool:
-    """Whether its repeats differ."""
+    """True if its repeats differ."""
     return len(set(cell.logs)) > 1
 
 
 def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) -> Intervals:
-    """Cells against a baseline. It is the fastest of `rivals` baselines with one batch."""
+    """Cells against a baseline, which is the fastest of `rivals` baselines with one batch."""
     groups = [base, *cells]
     freedom = sum(len(cell.runs) - 1 for cell in groups)
     squares = sum(cell.squares for cell in groups)
@@ -282,13 +285,12 @@ def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) 
 
 
 def dunnett_point(of_base: int, repeats: Any, freedom: int, level: float) -> float:
-    """The critical value of Dunnett's test, two-sided: how many standard errors the means of cells
-    with these numbers of repeats are from that of a baseline, at most, with the probability
-    `level`. https://doi.org/10.1080/01621459.1955.10501294, section 3.
+    """The critical value of Dunnett's two-sided test: with the probability `level`, the means of
+    all cells are within so many standard errors of the baseline's.
+    https://doi.org/10.1080/01621459.1955.10501294, section 3.
 
     scipy 1.17 draws random numbers for it, and its search may fail: for three cells it finds 295
-    in place of 3.3. Here both integrals, over the baseline's mean and over the standard deviation,
-    are sums.
+    instead of 3.3. Here the integrals over the baseline's mean and the standard deviation are sums.
     """
     means, weights = numpy.polynomial.hermite_e.hermegauss(64)
     shares, of_shares = numpy.polynomial.legendre.leggauss(64)
@@ -316,11 +318,11 @@ def tukey_intervals(cells: list[Cell], level: float) -> Intervals:
 
 
 def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
-    """A cell against a baseline, with what the tests have found."""
+    """A cell against a baseline, with the interval of the test."""
     speedup, low, high, sure = base.cost / cell.cost, None, None, ""
     if (cell, base) in workload.intervals:
         ends = workload.intervals[cell, base]
-        low, high = (math.exp(max(-700.0, min(700.0, -end))) for end in reversed(ends))
+        low, high = (math.exp(-end) for end in reversed(ends))
         sure = "faster" if low > 1 else "slower" if high < 1 else ""
     return Comparison(base, speedup, speedup / cell.devices, low, high, sure)
 
@@ -329,7 +331,7 @@ def judge(cell: Cell, base: Cell, workload: Workload) -> Comparison:
 
 
 def tell_apart(cells: list[Cell]) -> None:
-    """Set in what each cell differs from others of its name and shape."""
+    """Set how each cell differs from others with its name and shape."""
     places: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         places.setdefault((cell.name, cell.setting.shape), []).append(cell)
@@ -342,7 +344,7 @@ def tell_apart(cells: list[Cell]) -> None:
 
 
 def words_on(cell: Cell) -> dict[str, str]:
-    """The batch and the options of a cell, each in words."""
+    """The batch and the options of a cell in words."""
     words = {"batch": cell.batch}
     options = json.loads(cell.setting.strategy_options or "{}")
     return words | {name: f"{name}: {json.dumps(value)}" for name, value in options.items()}

@@ -1,7 +1,7 @@
-"""What weakens a report: what to measure again, what did not learn what the baseline learns, and
-where the assumptions of its tests fail.
+"""What weakens a report: cells to measure again, cells that did not learn what the baseline
+learned, and cells that violate the assumptions of the tests.
 
-Dunnett's and Tukey's tests assume that the cells' repeats scatter equally, and that they are
+Dunnett's and Tukey's tests assume that the repeats of all cells scatter equally and are
 independent. Each weakness has a code, which reporting/how-to-read.md explains.
 """
 
@@ -17,12 +17,12 @@ from common.printing import listed
 from reporting.comparing import Cell, Workload, varies
 from reporting.records import Run
 
-FEW_STEPS = 30  # fewer are no measurement
-SLOW_STEPS = 0.1  # of the training: if they cost more, it is no measurement of steps
-OUTLIER = 0.25  # longer than the median: such a repeat should be taken again
-FALSE_WARNINGS = 0.01  # of the reports whose cells or hosts are equal, at most
-FAR = 0.1  # of the baseline's first loss: a last loss that differs by more is another one
-SLOWER = 0.01  # a host, by hosts' means: what is less is not worth a word
+FEW_STEPS = 30  # fewer are too few to measure
+SLOW_STEPS = 0.1  # slow steps may take this share of the training
+OUTLIER = 0.25  # a repeat may take this much longer than the median
+FALSE_WARNINGS = 0.01  # the share of reports that warn although all cells or hosts are equal
+FAR = 0.1  # a last loss may differ from the baseline's by this share of its first loss
+SLOWER = 0.01  # slower hosts are named if they take this much longer
 
 
 def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
@@ -38,7 +38,7 @@ def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
         late = max(cell.times) / statistics.median(cell.times) - 1
         found = {
             "single": "measured once" if len(cell.runs) == 1 else "",
-            "equal": "repeats are equal to the digit" if equal and cell in repeated else "",
+            "equal": "all repeats took the same time" if equal and cell in repeated else "",
             "short": f"{steps:.0f} steps are too few" if steps and steps < FEW_STEPS else "",
             "slow": slow_steps(cell),
             "late": f"a repeat took {late:.0%} longer than the median" if late > OUTLIER else "",
@@ -53,9 +53,7 @@ def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
 
 
 def slow_steps(cell: Cell) -> str:
-    """Training that took longer than its steps would at their median pace: the first steps, or a
-    pause.
-    """
+    """Slow first steps or a pause: training took longer than its steps at their median pace."""
     steps, step = cell.figures.steps, cell.step_seconds
     if not steps or not step or steps < FEW_STEPS:
         return ""
@@ -64,9 +62,7 @@ def slow_steps(cell: Cell) -> str:
 
 
 def find_scattered(cells: list[Cell]) -> list[Cell]:
-    """The cells whose repeats scatter more than those of the other cells, by Cochran's test of the
-    largest variance.
-    """
+    """The cells whose repeats scatter more than those of the others, by Cochran's C."""
     freedoms = sum(len(cell.runs) - 1 for cell in cells)
     squares = sum(cell.squares for cell in cells)
     if len(cells) < 2 or not squares:
@@ -79,18 +75,19 @@ def find_scattered(cells: list[Cell]) -> list[Cell]:
 
 
 def largest_share(freedom: int, freedoms: int, cells: int) -> float:
-    """The critical value of Cochran's C: what a cell with `freedom` = repeats - 1 may have of the
-    sum of squares of all cells, which have `freedoms` together. For numbers of repeats that differ:
-    R. U. E. 't Lam, 2010, https://doi.org/10.1016/j.aca.2009.11.032, where it is called G.
+    """The critical value of Cochran's C: the share of the sum of squares of all cells that one cell
+    may have. `freedom` is its number of repeats - 1, and `freedoms` is the sum of these over all
+    cells. The numbers may differ: R. U. E. 't Lam, 2010,
+    https://doi.org/10.1016/j.aca.2009.11.032, where it is called G.
     """
     point = f_distribution.isf(FALSE_WARNINGS / cells, freedom, freedoms - freedom)
     return float(1 / (1 + (freedoms / freedom - 1) / point))
 
 
 def find_out_of_turn(workload: Workload) -> list[Cell]:
-    """The cells that were measured apart from each other tested one, before it or after it, and
-    pairs of compared cells of which one was measured before the other. A machine that becomes
-    slower then makes a difference that repeats cannot tell from another one.
+    """Cells that were measured before or after all other tested cells, and pairs of compared cells
+    of which one was measured before the other. If the machine slowed down in between, the later
+    cell looks slower.
     """
     tested = list(dict.fromkeys(cell for pair in workload.intervals for cell in pair))
     alone = [
@@ -101,7 +98,7 @@ def find_out_of_turn(workload: Workload) -> list[Cell]:
 
 
 def lie_apart(one: Cell, other: Cell) -> bool:
-    """As far as it is known when their runs began."""
+    """True if all runs of one are known to have begun before those of the other."""
     began, since = ([run.began for run in cell.runs if run.began] for cell in (one, other))
     if min(len(began), len(since)) < 2:
         return False
@@ -109,7 +106,7 @@ def lie_apart(one: Cell, other: Cell) -> bool:
 
 
 def find_twins(runs: list[Run]) -> dict[Run, str]:
-    """Of runs that began in the same second on the same host as another one: which these are."""
+    """Runs that began in the same second on the same host, each with a sentence that says so."""
     places: dict[tuple[datetime, str], list[Run]] = {}
     for run in runs:
         if run.began:
@@ -125,9 +122,9 @@ def find_twins(runs: list[Run]) -> dict[Run, str]:
 
 
 def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
-    """Of cells that have two repeats or more on each of several sets of hosts: on which of the sets
-    they took longer than on another one, by t-tests of the logarithms with Bonferroni's correction.
-    Names the hosts that only one of the two sets has.
+    """Cells that took longer on one set of hosts than on another one, by t-tests of the logarithms
+    with Bonferroni's correction. Each set needs two repeats. The words name the hosts that only one
+    of the two sets has.
     """
     pairs = []
     for cell in workload.cells:
@@ -142,45 +139,36 @@ def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
         longer = math.expm1(statistics.mean(logs) - statistics.mean(others))
         chance = ttest_ind(logs, others, alternative="greater").pvalue
         if longer >= SLOWER and chance < FALSE_WARNINGS / len(pairs):
-            names = f"{name_hosts(slow - fast)} than on {name_hosts(fast - slow)}"
-            found[cell] = f"{longer:.0%} longer on {names}"
+            names = [listed(sorted(hosts), 1) for hosts in (slow - fast, fast - slow)]
+            found[cell] = f"{longer:.0%} longer on {' than on '.join(names)}"
     return found
 
 
-def name_hosts(hosts: frozenset[str]) -> str:
-    first, *others = sorted(hosts) or ["fewer hosts"]
-    return first + (f" and {len(others)} more" if others else "")
-
-
 def wrong_loss(cell: Cell) -> str:
-    """A repeat's loss that is no number, that did not fall, or, with the baseline's global batch,
-    seed and learning rate, that is far from the losses of all repeats of the baseline.
+    """A repeat's last loss that is NaN or infinite, that did not fall, or that is far from those of
+    all repeats of the baseline with its global batch, seed and learning rate.
     """
-    for run in cell.runs:
-        loss = run.figures.last_loss
-        if loss is not None and not math.isfinite(loss):
-            return f"the last loss is {loss}"
-    for run in cell.runs:
-        if not run.learned:
-            first = run.figures.first_loss
-            return f"it did not learn: its loss was {first:.4g} and became {run.late_loss:.4g}"
     base = cell.bases.get("strong")
     for run in cell.runs:
+        first, loss = run.figures.first_loss, run.figures.last_loss
+        if loss is not None and not math.isfinite(loss):
+            return f"the last loss is {loss}"
+        if not run.learned:
+            return f"it did not learn: its loss was {first:.4g} and became {run.late_loss:.4g}"
         right = [
             other
             for other in (base.runs if base else [])
             if other is not run and other.seeds == run.seeds and other.learned
         ]
         if right and all(is_far(run, other) for other in right):
-            loss, usual = run.figures.last_loss, right[0].figures.last_loss
-            return f"a last loss is {loss:.4g}, and {usual:.4g} of the baseline"
+            usual = right[0].figures.last_loss
+            return f"a last loss is {loss:.4g}, but the baseline's is {usual:.4g}"
     return ""
 
 
 def is_far(run: Run, base: Run) -> bool:
-    """Whether a last loss differs from the baseline's by more than a tenth of the loss with which
-    that began, or by half of what it gained if that is less. Dropout's masks make smaller
-    differences.
+    """True if the last losses differ by more than a tenth of the baseline's first loss or, if that
+    is less, by half of what the baseline gained. Dropout's masks make smaller differences.
     """
     first, last, loss = base.figures.first_loss, base.figures.last_loss, run.figures.last_loss
     if first is None or last is None or loss is None:

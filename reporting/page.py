@@ -1,4 +1,4 @@
-"""The report as Markdown, the answer first, then the details; as one HTML file; and as CSV."""
+"""The report as Markdown (first the answer, then the details), as one HTML file, and as CSV."""
 
 import base64
 import csv
@@ -26,16 +26,14 @@ BELOW_PICTURES = (
 
 
 def plain(text: Any) -> str:
-    """A text as Markdown and HTML show it, whatever characters it has."""
+    """A text, escaped for Markdown and HTML."""
     escaped = html.escape(printable(text), quote=False)
     # An underscore inside of a word means nothing in Markdown.
     return re.sub(r"[\\`*\[\]|!~]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", escaped)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table; what is not known is blank, and so a column of which nothing is known is
-    left out.
-    """
+    """A Markdown table. Unknown values are blank, and columns without any known value left out."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     known = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     cells = [[plain("" if row.get(name) is None else row[name]) for name in known] for row in rows]
@@ -53,7 +51,7 @@ def as_time_prints(seconds: float) -> str:
 
 
 def title(workload: Workload, workloads: list[Workload]) -> str:
-    """A workload in a few words: model, data, and in what others with the same two differ."""
+    """A workload in a few words: model, data, and how others with the same two differ."""
     values = workload.values
     names = ("model", "dataset")
     twins = [
@@ -66,7 +64,7 @@ def title(workload: Workload, workloads: list[Workload]) -> str:
 
 
 def in_words(values: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """What a workload has of these names, as texts such as "threads 1"."""
+    """The known values of these names, as texts such as "threads 1"."""
     known = [(name, values[name]) for name in names if values.get(name) is not None]
     return [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
@@ -108,7 +106,7 @@ CAPTIONS = {
 
 
 def answer_tables(workload: Workload) -> Iterator[str]:
-    """A table for each kind of comparison, and one of the cells that are compared with nothing."""
+    """A table for each kind of comparison, and one of the cells without a baseline."""
     alone = workload.cells
     for kind, caption in CAPTIONS.items():
         cells = [cell for cell in workload.cells if kind in cell.comparisons]
@@ -142,7 +140,6 @@ def answer_row(cell: Cell, kind: str = "") -> dict[str, Any]:
 
 
 def details(workload: Workload) -> Iterator[str]:
-    """All that is known of one workload, as sections of Markdown."""
     values = {name: value for name, value in workload.values.items() if value != "no"}
     yield f"All runs have in common: {plain(', '.join(in_words(values, values)))}."
     yield table([measured(cell) for cell in workload.cells])
@@ -154,12 +151,11 @@ def details(workload: Workload) -> Iterator[str]:
 
 def measured(cell: Cell) -> dict[str, Any]:
     figures, setting, samples = cell.figures, cell.setting, cell.figures.samples_trained
-    batch, times = setting.per_device_batch_size, setting.gradient_accumulation_steps
     return {
         "strategy": cell.name,
         "variant": cell.apart,
         "nodes x devices": setting.shape,
-        "batch per device": f"{batch} x {times}" if times > 1 else batch,
+        "batch per device": cell.batch.removeprefix("batch "),
         "global batch": setting.global_batch_size,
         "runs": len(cell.runs),
         "step in ms": cell.step_seconds and show_seconds(cell.step_seconds * 1000),
@@ -195,7 +191,7 @@ def ranks_of(cell: Cell) -> list[dict[str, Any]]:
 
 
 def as_html(text: str, folder: Path, pictures: list[str]) -> str:
-    """The Markdown of a report as one HTML file, with the pictures that lie in `folder` in it."""
+    """The Markdown of a report as one HTML file, which includes the pictures in `folder`."""
     body = markdown.markdown(text.replace("<", "&lt;"), extensions=["tables", "sane_lists"])
     body = body.replace("<table>", '<div class="table"><table>')
     body = body.replace("</table>", "</table></div>")
@@ -213,7 +209,7 @@ def as_html(text: str, folder: Path, pictures: list[str]) -> str:
 
 
 def write_csv(path: Path, workloads: list[Workload]) -> None:
-    """A row with plain numbers for each cell; what is not known is blank."""
+    """A row with plain numbers for each cell. Unknown values are blank."""
     rows = [plain_row(cell) for workload in workloads for cell in workload.cells]
     names = list(dict.fromkeys(name for row in rows for name in row)) or ["strategy"]
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -223,7 +219,7 @@ def write_csv(path: Path, workloads: list[Workload]) -> None:
 
 
 def harmless(value: Any) -> Any:
-    """A text that no spreadsheet takes for a formula; a number as it is.
+    """A value that no spreadsheet takes for a formula.
     https://owasp.org/www-community/attacks/CSV_Injection
     """
     if not isinstance(value, str):
@@ -233,7 +229,6 @@ def harmless(value: Any) -> Any:
 
 
 def plain_row(cell: Cell) -> dict[str, Any]:
-    """A cell as plain numbers and texts."""
     one, kinds = cell.comparison, list(cell.comparisons)
     row = cell.workload | asdict(cell.setting) | {"devices": cell.devices} | asdict(cell.figures)
     row |= {

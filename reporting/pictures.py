@@ -1,9 +1,7 @@
-"""The pictures of a report, as SVG: efficiency over the number of devices, a line for each strategy
-and batch; and what a strategy trades, memory for speed.
+"""The pictures of a report, as SVG: efficiency over the number of devices, with a line for each
+strategy and batch; and speed against memory, with a point for each strategy.
 
-They have to be legible in grey and on a phone: lines differ in marker and dash. A picture has at
-most MOST names: those that reach the most devices, and of these the fastest; it says how many it
-leaves out, and the table has them.
+They have to be legible in grey and on a phone: lines differ in marker and dash.
 """
 
 import textwrap
@@ -21,8 +19,7 @@ from reporting.comparing import Cell, Comparison, Workload, words_on
 matplotlib.use("Agg")  # files only, no screen
 from matplotlib import pyplot  # noqa: E402  after the choice above
 
-MOST = 12  # lines or points of a picture
-LONGEST, WIDE = 40, 28  # characters in a line of a name, and of one beside another one
+WIDTH = 28  # characters in a line of a name
 STYLE: Any = {
     "font.size": 11,
     "font.family": ["DejaVu Sans", "sans-serif"],
@@ -55,17 +52,16 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
     def save(name: str, figure: Any, title: str) -> None:
         figure.suptitle(head + title)
         labels = figure.axes[0].get_legend_handles_labels()[1]
-        lines = [line for label in labels for line in label.split("\n")]
-        columns = 1 if max(map(len, lines)) > WIDE else 2
-        figure.set_figheight(4 + 0.2 * len(lines) / columns)
-        figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+        lines = sum(label.count("\n") + 1 for label in labels)
+        figure.set_figheight(4 + 0.1 * lines)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
         files[name] = f"{name}{suffix}.svg"
         figure.savefig(own_file(folder / files[name]), metadata=NO_METADATA)
         pyplot.close(figure)
 
     kinds = {"efficiency": ("weak", "by_hand"), "efficiency-strong": ("strong",)}
     with warnings.catch_warnings(), pyplot.rc_context(STYLE):
-        warnings.simplefilter("ignore")  # A missing glyph is no matter: text stays text.
+        warnings.simplefilter("ignore")  # on missing glyphs: text stays text
         for name, of_kind in kinds.items():
             points = [
                 (cell, one)
@@ -87,11 +83,11 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
 
 def in_lines(text: str) -> str:
     """A name as up to three lines."""
-    return "\n".join(textwrap.wrap(printable(text), LONGEST, max_lines=3, placeholder="…"))
+    return textwrap.fill(printable(text), WIDTH, max_lines=3, placeholder="…")
 
 
 def name_in(cell: Cell, strong: bool) -> str:
-    """A cell but for the number of its devices, with which the other batch changes."""
+    """The name of a cell's line, without its number of devices and the batch that follows it."""
     batch = f"global batch {cell.setting.global_batch_size}" if strong else cell.batch
     options = [text for name, text in words_on(cell).items() if name != "batch"]
     shown = [cell.name, batch, *(text for text in options if text in cell.apart)]
@@ -99,9 +95,9 @@ def name_in(cell: Cell, strong: bool) -> str:
 
 
 def look_of(cell: Cell, order: list[str]) -> dict[str, Any]:
-    """How its points and line are drawn: in the colour of its family; with a marker and a dash by
-    the place of its strategy in `order`; filled on one node, hollow on several nodes. A larger
-    marker means activation checkpointing.
+    """How a cell is drawn: in the colour of its family, with the marker and dash of its strategy's
+    place in `order`. The marker is hollow on several nodes, and larger with activation
+    checkpointing.
     """
     strategy, place = cell.setting.strategy, order.index(cell.setting.strategy)
     colour = COLOUR_OF.get(strategy.split("_")[0], "#56B4E9")
@@ -118,25 +114,20 @@ def look_of(cell: Cell, order: list[str]) -> dict[str, Any]:
 
 
 def draw_efficiency(points: list[Point], strong: bool, order: list[str]) -> Any:
-    """A bar at a point is the interval of the test. Of several shapes with as many devices, the
-    line takes that with the fewest nodes.
+    """A bar is the interval of the test. Of shapes with the same number of devices, the line takes
+    the one with the fewest nodes.
     """
     lines: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point[0].devices, point[0].setting.nodes)):
-        cell, name = point[0], name_in(point[0], strong)
-        if any(other.setting.shape == cell.setting.shape for other, _ in lines.get(name, [])):
-            name += f", {cell.batch}"  # accumulated otherwise
-        lines.setdefault(name, []).append(point)
+        lines.setdefault(name_in(point[0], strong), []).append(point)
     last = {name: of_line[-1][0] for name, of_line in lines.items()}
-    telling = sorted(lines, key=lambda name: (-last[name].devices, last[name].cost))[:MOST]
+    names = sorted(lines, key=lambda name: (-last[name].devices, last[name].cost))
     counts = sorted({cell.devices for cell, _ in points})
-    left = len(lines) - len(telling)
-    more = f"\n{left} more lines in the table" if left else ""
     figure, axes = pyplot.subplots(**SIZE)
-    axes.set(xlabel=f"devices (hollow: several nodes){more}", ylabel="percent")
-    for number, name in enumerate(telling):
-        # Side by side, so that the bars of several lines are seen.
-        aside = 0.03 * (number - (len(telling) - 1) / 2)
+    axes.set(xlabel="devices (hollow: several nodes)", ylabel="percent")
+    for number, name in enumerate(names):
+        # Lines lie side by side, so that no bar hides another one.
+        aside = 0.03 * (number - (len(names) - 1) / 2)
         line = {cell.devices: 100 * one.efficiency for cell, one in reversed(lines[name])}
         places = [counts.index(devices) + aside for devices in line]
         first = lines[name][0][0]
@@ -165,9 +156,9 @@ def shape_and_batch(cell: Cell) -> tuple[int, str, int]:
 
 
 def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
-    """In words the shape and the batch per device that most strategies have, of these those with
-    the most devices. And the cells of which speed and memory are known: the baseline with which
-    they are compared, and of each strategy the fastest.
+    """The shape and batch per device that most strategies have (or, of several, the one with the
+    most devices), in words. And its cells whose speed and memory are known: their baseline, and the
+    fastest of each strategy.
     """
     known = [
         cell
@@ -191,11 +182,10 @@ def find_trade(workload: Workload) -> tuple[str, list[Cell]]:
 
 def draw_trade(cells: list[Cell], order: list[str]) -> Any:
     """A point for each strategy. Its memory is that of training alone, on the fullest device."""
-    more = f"\n{len(cells) - MOST} more in the table" if len(cells) > MOST else ""
-    below = f"MB of each device for training alone (hollow: several nodes){more}"
+    below = "MB of each device for training alone (hollow: several nodes)"
     figure, axes = pyplot.subplots(**SIZE)
     axes.set(xlabel=below, ylabel="samples per second")
-    for cell in cells[:MOST]:
+    for cell in cells:
         memory, speed = cell.figures.training_memory_mb, cell.figures.samples_per_second
         name = cell.name + (f" on 1 x 1, {cell.batch}" if cell.is_baseline else "")
         axes.plot(memory, speed, label=in_lines(name), **look_of(cell, order) | {"linestyle": ""})

@@ -1,6 +1,6 @@
-"""What runs left behind, read and checked: run.json, and the plan of a sweep (sweep.csv).
+"""Reads and checks what runs left: run.json, and the plan of a sweep (sweep.csv).
 
-What is not known is None, everywhere.
+None means "not known" everywhere.
 """
 
 import csv
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from common.facts import UNREADABLE
 from common.printing import one_line
 from common.strategies import name_yaml
-from reporting.schema import Rank, Record, find_contradiction
+from reporting.schema import PlannedRun, Rank, Record, find_contradiction
 
 # -------- a run, as the report knows it
 
@@ -27,7 +27,7 @@ PROFILED = "profiled: not a timing"
 EVALUATED = "evaluated: no training"
 MEANT = (PROFILED, EVALUATED)  # by the user, so nothing is lost
 SEEDS = ("seed", "learning_rate")
-# The word before the colon is the reason that the answer names.
+# The answer names the word before the colon.
 STATUS = {
     "completed": "",
     "preempted": "preempted: stopped before its end",
@@ -67,9 +67,9 @@ class Setting:
 
 @dataclass
 class Figures:
-    """What was measured of a run. Times are in seconds, memory in MB of the fullest rank."""
+    """What a run measured. Times are in seconds, memory in MB of the fullest rank."""
 
-    seconds: float = math.nan  # of training: every optimizer step; timings have them
+    seconds: float = math.nan  # every optimizer step; known for runs without a problem
     total_seconds: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
@@ -83,7 +83,7 @@ class Figures:
 
 @dataclass(eq=False)
 class Run:
-    """One run. `problem` says why it is no timing, or is ""."""
+    """One run. `problem` says why its time does not count, or is ""."""
 
     name: str
     workload: dict[str, Any]  # what has to be the same in runs that are compared
@@ -93,25 +93,22 @@ class Run:
     ranks: list[Rank] = field(default_factory=list)
     log: str | None = None
     began: datetime | None = None
-    seeds: tuple[Any, ...] = ()  # what losses depend on besides: the seed, the learning rate
+    seeds: tuple[Any, ...] = ()  # the values of SEEDS, which losses depend on
     late_loss: float | None = None  # median of the last tenth, if the first loss is that of step 1
 
     @property
     def cost(self) -> float:
-        """Seconds of training for each sample trained on; of times by hand, whose samples are not
-        known, all seconds.
-        """
+        """Seconds of training for each sample, or all seconds of times by hand."""
         return self.figures.seconds / (self.figures.samples_trained or 1)
 
     @property
     def learned(self) -> bool:
-        """Whether the loss fell below the first one, as far as it is known."""
+        """False if the loss is known and did not fall below the first one."""
         first = self.figures.first_loss
         return first is None or self.late_loss is None or self.late_loss < first < math.inf
 
 
 def make_run(record: Record, path: Path, folder: Path) -> Run:
-    """A record as a Run."""
     log, problem = find_log(path, record, folder), STATUS[record.status]
     if record.status == "running" and log:
         problem += f": see {log}"
@@ -138,9 +135,7 @@ def make_run(record: Record, path: Path, folder: Path) -> Run:
 
 
 def find_workload(record: Record) -> dict[str, Any]:
-    """All that has to be the same in runs that are compared. Seed and learning rate change no
-    time.
-    """
+    """What has to be the same in compared runs. Seed and learning rate change no time."""
     devices = {rank.device_name or record.device_name for rank in record.ranks}
     work = record.workload.model_dump(exclude={*SEEDS})
     on_cpu = record.device_name.startswith("CPU")
@@ -158,7 +153,7 @@ def find_workload(record: Record) -> dict[str, Any]:
 
 def count_cores(record: Record, on_cpu: bool) -> str | None:
     """The cores of each device and of each node, in words. On CPUs the scripts divide those of a
-    node among its ranks; with GPUs, each rank may use all of them. None if they are not known.
+    node among its ranks; with GPUs, each rank may use all of them.
     """
     nodes: dict[str, list[int]] = {}
     for rank in record.ranks:
@@ -180,18 +175,15 @@ def find_late_loss(losses: list[tuple[int, float]]) -> float | None:
 
 
 def find_setting(record: Record) -> Setting:
-    options = record.strategy_options or {}
-    times = record.gradient_accumulation_steps or 1
-    batch = record.per_device_batch_size or record.global_batch_size // record.devices // times
     return Setting(
-        strategy=name_yaml(record.strategy, options),
+        strategy=name_yaml(record.strategy, record.strategy_options),
         nodes=record.nodes,
         gpus_per_node=record.devices // record.nodes,
-        per_device_batch_size=batch,
-        gradient_accumulation_steps=times,
+        per_device_batch_size=record.per_device_batch_size,
+        gradient_accumulation_steps=record.gradient_accumulation_steps,
         global_batch_size=record.global_batch_size,
-        strategy_options=json.dumps(options, sort_keys=True),
-        activation_checkpointing=bool(record.activation_checkpointing),
+        strategy_options=json.dumps(record.strategy_options, sort_keys=True),
+        activation_checkpointing=record.activation_checkpointing,
     )
 
 
@@ -217,7 +209,7 @@ def find_figures(record: Record) -> Figures:
 
 
 def find_log(path: Path, record: Record, folder: Path) -> str | None:
-    """The log of a run: a sweep's RUN.log, or Slurm's default name; None if neither is known."""
+    """The log of a run: a sweep's RUN.log, or Slurm's default name."""
     run = path.parent.resolve()
     log = run.with_name(run.name + ".log")
     if log.exists():
@@ -233,28 +225,29 @@ def find_files(folder: Path, name: str) -> list[Path]:
     found, seen = [], set()
     for here, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
-        if real in seen:  # a link leads back
+        if real in seen:  # through a link
             folders.clear()
             continue
         seen.add(real)
         folders.sort()
-        if name in files + folders:
+        if name in files:
             found.append(Path(here) / name)
     return sorted(found)
 
 
 def explain(problem: Exception) -> str:
-    """What is wrong with a record, in a few words."""
+    """What is wrong with a record or a row, in a few words."""
     if isinstance(problem, ValidationError):
         first = problem.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return one_line(f"{place}: {first['msg']}" if place else first["msg"])
+        place, message = ".".join(map(str, first["loc"])), first["msg"]
+        message = message.removeprefix("Value error, ")  # pydantic's, before a validator's words
+        return one_line(f"{place}: {message}" if place else message)
     return one_line(problem)
 
 
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
-    """All runs below a folder, and a sentence for each file that is no record, or the copy of one.
-    A run that was planned (sweep.csv) but is not there is a run with a problem, and has the
+    """All runs below a folder, and a sentence for each file that is not a record or copies another
+    one. A run that was planned (sweep.csv) but is not there is a run with a problem, and has the
     workload of the sweep's other runs. Raises FileNotFoundError if there is nothing at all.
     """
     runs: list[Run] = []
@@ -267,20 +260,20 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             record = Record.model_validate_json(path.read_bytes())
             run = make_run(record, path, folder)
         except UNREADABLE as problem:
-            notes.append(f"skipped {name}: no run record ({explain(problem)})")
+            notes.append(f"skipped {name}: not a run record ({explain(problem)})")
             continue
         first = originals.setdefault(record.model_dump_json(), name)
         if first == name:
             runs.append(run)
         else:
-            notes.append(f"skipped {name}: a copy of {first}, and no repeat")
+            notes.append(f"skipped {name}: a copy of {first}, so not a repeat")
     found = {path.parent.resolve() for path in paths}
     for plan in find_files(folder, "sweep.csv"):
         try:
             runs += read_plan(plan, folder, found, runs)
         except (*UNREADABLE, csv.Error) as problem:
             name = os.path.relpath(plan, folder)
-            notes.append(f"skipped {name}: no plan of a sweep ({explain(problem)})")
+            notes.append(f"skipped {name}: not the plan of a sweep ({explain(problem)})")
     if not runs and not notes:
         raise FileNotFoundError(
             f"no run.json below {folder}: the training scripts leave one in their output directory"
@@ -289,17 +282,15 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
 
 
 def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> list[Run]:
-    """The runs that a sweep.csv has and that are not `found`."""
+    """The runs of a sweep.csv that are not among `found`."""
     missing = []
     with open(plan, newline="", encoding="utf-8-sig") as file:
-        for planned in csv.DictReader(file):
-            path = plan.parent / planned["run"]
-            place = int(planned["nodes"]), int(planned["gpus_per_node"])
-            if min(place) < 1 or max(len(text) for text in planned.values()) > 200:
-                raise ValueError("a shape has no device, or a text is longer than 200 characters")
+        for row in csv.DictReader(file):
+            planned = PlannedRun.model_validate(row)
+            path = plan.parent / planned.run
             if path.resolve() in found:
                 continue
-            job = f", job {planned['job']}" if planned["job"] else ""
+            job = f", job {planned.job}" if planned.job else ""
             name = os.path.relpath(path, folder)
             here = [run for run in runs if Path(run.name).parent == Path(name).parent]
             known = [run.workload for run in here if not run.problem]
@@ -307,7 +298,7 @@ def read_plan(plan: Path, folder: Path, found: set[Path], runs: list[Run]) -> li
                 Run(
                     name=name,
                     workload=known[0] if known else {"script": "a sweep"},
-                    setting=Setting(planned["strategy"], *place),
+                    setting=Setting(planned.strategy, planned.nodes, planned.gpus_per_node),
                     problem=f"failed or missing{job}: see {name}.log",
                 )
             )
