@@ -277,13 +277,13 @@ def test_sbatch_commands_work(cluster, tmp_path, monkeypatch):
     for i, command in enumerate(line for line in commands if "check.sh" not in line):
         folder = tmp_path / str(i)
         words = [f"--output={folder}.log", *shlex.split(command)[1:], "--output_dir", folder]
-        jobs[folder] = cluster.submit(*words, cwd=tmp_path)
-    for folder, job in jobs.items():
+        jobs[folder] = cluster.submit(*words, cwd=tmp_path), "simple.sh" not in command
+    for folder, (job, resumes) in jobs.items():
         assert cluster.wait(job, 600) == "COMPLETED", folder.with_suffix(".log").read_text()
         script, *flags = json.loads((folder / "rank_0.json").read_text())["command"]
         monkeypatch.setattr(sys, "argv", [script, *flags])
         args = importlib.import_module(Path(script).stem).parse_args()
-        assert args.resume and args.output_dir == str(folder)
+        assert args.resume == resumes and args.output_dir == str(folder)
     assert len(jobs) > 3
 
 
