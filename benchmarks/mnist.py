@@ -1,6 +1,6 @@
 """Accuracy and speed of train_mnist_rnn.py, side by side with what a user would write instead.
 
-    python benchmarks/mnist.py [--data_dir data] [--repeats 5]     about 10 minutes on two CPU cores
+    python benchmarks/mnist.py [--data_dir data] [--repeats 5]     about 13 minutes on two CPU cores
 
 Every comparison alternates A and B within one call and reports the median of the ratios, as
 machines are shared and noisy. Each process has one thread, as OMP_NUM_THREADS=1 makes it.

@@ -20,7 +20,7 @@ import draw_traces
 import pytest
 import warm
 from conftest import QUICK_CHECK, ROOT, launch, rows_of, run
-from crossover import Row, conclude, describe, find_disturbances
+from crossover import COMMAND, Row, conclude, describe, find_disturbances
 from test_bert import TINY
 
 PAGES = {
@@ -103,7 +103,8 @@ def parts(line):
     """The words of a line with an N for each number that is the same everywhere, and an M for what
     was measured; and these numbers.
     """
-    line = re.sub(", disturbed: .*", "", line)  # which messages were, if any, is chance
+    # Which messages and batches other programs disturb, if any, is chance.
+    line = re.sub(", disturbed: .*", "", line).replace("| ? |", "| 0.00 ms |")
     words = re.sub(r"[\s|]+", " ", MEASURED.sub("M", line)).strip()
     return NUMBER.sub("N", words), NUMBER.findall(words)
 
@@ -201,6 +202,7 @@ def script_of(name, tools):
         really = r"\1PYTHONPATH= PATH=$NORMAL \2"
         commands = re.sub("^( *)((?:accelerate|torchrun) .*&)$", really, commands, flags=re.M)
         commands = commands.replace("make sweep", "make --dry-run sweep")
+        commands = re.sub("^diff .*", r"\g<0> || [ $? = 1 ]", commands, flags=re.M)  # they differ
         commands = re.sub(r"sweep\.sh (?!--dry_run|--local)", "sweep.sh --dry_run ", commands)
         lines += [line for line in commands.splitlines() if not re.match(LEFT_OUT, line)]
         lines.append("echo '== next block'")
@@ -212,7 +214,6 @@ def script_of(name, tools):
 @pytest.mark.parametrize("name", TYPED)
 def test_commands_run_and_print_what_the_page_shows(name, tools, place):
     text, streams = PAGES[name], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    # By way of stdin, so that the pkill of exercise 8 does not find this shell.
     script = script_of(name, tools)
     done = subprocess.run(["bash"], input=script, cwd=place, text=True, timeout=1100, **streams)
     outputs = done.stdout.split("== next block\n")
@@ -333,7 +334,12 @@ def test_crossover_adds_up_and_names_disturbed_batches():
         Row(1024, 10.75, 7.41, 9.48, [0.79, 1.5]),
         Row(4096, 39.43, 21.86, 24.51, [1.57, 1.64]),
     ]
-    assert conclude(quiet).endswith("\nHere a second device pays off from 1,024 images up. Why?")
+    assert conclude(quiet).splitlines()[1:] == [
+        "Here a second device pays off from 1,024 images up. Why?",
+        "The turns disagree at 1,024 images: some gained, some lost.",
+    ]
+    assert conclude(quiet[::2]).endswith("pays off from 4,096 images up. Why?"), "they agree"
+    assert conclude(quiet[:1] * 2).endswith("does not pay off up to 16 images. Why?")
     assert conclude(quiet[:1]) == "With a batch of 16, two devices are 0.27 times as fast as one."
     assert find_disturbances(quiet) == find_disturbances(quiet[:1]) == []
     for number, changes, said in (
@@ -345,6 +351,9 @@ def test_crossover_adds_up_and_names_disturbed_batches():
         rows = [*quiet]
         rows[number] = rows[number]._replace(**changes)
         assert find_disturbances(rows) == [said]
+        warning, verdict = conclude(rows).split("\nSo try again:\n")
+        assert warning == f"Other programs disturbed this:\n- {said}"
+        assert f"{COMMAND}\nWith a batch of 16, two devices are" in verdict
         for row in rows:
             half, message, two = re.findall(r"-?[\d.]+(?= ms)|\?", describe(row))[1:]
             sums = message != "?" and float(half) + float(message) == pytest.approx(float(two))

@@ -274,6 +274,7 @@ def test_check_leaves_out_what_was_disturbed():
 def test_check_refuses_gpus_that_torch_cannot_use(monkeypatch):
     """As with a driver that is too old: the GPUs are counted without it."""
     monkeypatch.setattr(sys, "argv", ["check.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit, match="^error: .* has a GPU that torch .* is the driver too"):
         check.main()

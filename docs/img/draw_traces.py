@@ -386,6 +386,7 @@ def main():
     for name, run in kept.items():
         picture = Picture()
         picture.save(args.to / f"{name}.svg", draw(picture, run))
+        print(f"written: {args.to / name}.svg")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch_size", type=int, default=16)
     args = parser.parse_args()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     set_seed(0)
     inputs = torch.randn(267, 8)
     labels = (inputs @ torch.randn(8, 4)).argmax(1)
