@@ -10,7 +10,7 @@ several turns, so that another program slows down all columns alike. A turn has 
 3. Both do the same, and add up their gradients in each step: one all-reduce, as under DDP.
 
 A row shows the median time of a step in each part. The message is the difference of parts 3 and 2.
-The range behind the speedup is that of single turns.
+It contains the wait for the slower rank. The range behind the speedup is that of single turns.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-FEWEST_STEPS = 3  # of a turn's part
+COMMAND = "accelerate launch --config_file accelerate_configs/ddp.yaml docs/lab/crossover.py"
 HEAD = "| global batch | one device | half of it | + message | = two devices | speedup |"
 
 
@@ -61,9 +61,7 @@ class RowLSTM(nn.Module):
 
 
 class Training:
-    """A model and its optimizer. Only times count here, so the ranks may come to have other
-    weights. All ranks have to call `seconds_per_step` together.
-    """
+    """A model and its optimizer. Only times count here, so the ranks' weights may drift apart."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -79,9 +77,7 @@ class Training:
         self.optimizer.step()
 
     def seconds_per_step(self, batch, steps, sends=False, alone=False):
-        """The mean time of steps with a batch on each rank; `alone`: on rank 0 only. It is that of
-        the slower rank, so all ranks return the same.
-        """
+        """The mean time of a step on the slower rank; `alone`: on rank 0. All ranks call this."""
         images, labels = torch.randn(batch, 8, 8), torch.randint(0, 10, (batch,))
         dist.barrier()
         began = time.perf_counter()
@@ -95,7 +91,7 @@ class Training:
 
 def compare(training, batch, turns, seconds):
     """The row of this global batch."""
-    steps = max(FEWEST_STEPS, int(seconds / training.seconds_per_step(batch, 3)))
+    steps = max(3, int(seconds / training.seconds_per_step(batch, 3)))
     one, half, two = [], [], []
     for _ in range(turns):
         one.append(training.seconds_per_step(batch, steps, alone=True))
@@ -108,9 +104,8 @@ def compare(training, batch, turns, seconds):
 def describe(row):
     """A row as a line of a Markdown table. A message cannot take less than no time."""
     message = f"{row.message:.2f} ms" if row.message >= 0 else "?"
-    turns = (
-        f" (from {min(row.speedups):.2f} to {max(row.speedups):.2f})" if row.speedups[1:] else ""
-    )
+    low, high = min(row.speedups), max(row.speedups)
+    turns = f" (from {low:.2f} to {high:.2f})" if row.speedups[1:] else ""
     return (
         f"| {row.batch:,} | {row.one:.2f} ms | {row.half:.2f} ms | {message} | {row.two:.2f} ms | "
         f"{row.speedup:.2f}{turns} |"
@@ -118,28 +113,35 @@ def describe(row):
 
 
 def conclude(rows):
-    """What the table says about two devices, in one or two lines."""
+    """What the table says about two devices, after a warning if other programs disturbed it."""
     small, large = rows[0], rows[-1]
-    found = (
-        f"With a batch of {small.batch:,}, two devices are {small.speedup:.2f} times as fast as one"
-    )
+    found = ""
+    disturbed = find_disturbances(rows)
+    if disturbed:
+        found += "\n- ".join(["Other programs disturbed this:", *disturbed])
+        found += f"\nSo try again:\n    source .venv/bin/activate\n    {COMMAND}\n"
+    found += f"With a batch of {small.batch:,}, two devices are {small.speedup:.2f} times as fast "
     if len(rows) == 1:
-        return f"{found}."
-    found += f", and with {large.batch:,} {large.speedup:.2f} times."
+        return f"{found}as one."
+    found += f"as one, and with {large.batch:,} {large.speedup:.2f} times."
     losing = [row.batch for row in rows if row.speedup <= 1]
     paying = [row.batch for row in rows if row.batch > max(losing, default=0)]
-    if not paying:
-        return f"{found}\nHere a second device does not pay off up to {large.batch:,} images. Why?"
-    return f"{found}\nHere a second device pays off from {min(paying):,} images up. Why?"
+    verdict = f"does not pay off up to {large.batch:,} images"
+    if paying:
+        verdict = f"pays off from {min(paying):,} images up"
+    found += f"\nHere a second device {verdict}. Why?"
+    unsure = [f"{row.batch:,}" for row in rows if min(row.speedups) <= 1 < max(row.speedups)]
+    if unsure:
+        found += f"\nThe turns disagree at {', '.join(unsure)} images: some gained, some lost."
+    return found
 
 
 def find_disturbances(rows):
     """What cannot be, unless something else used the machine: a list of phrases."""
     overhead = min(row.one for row in rows)  # of any step: Python, and the start of operations
+    usual = statistics.median(row.message for row in rows)
     found = []
     for row in rows:
-        others = [other.message for other in rows if other is not row]
-        usual = statistics.median(others) if others else row.message
         if row.message < 0:
             found.append(f"{row.batch:,}: a step was faster with a message than without")
         elif row.message > 3 * usual > 0:
@@ -183,10 +185,8 @@ def main():
         rows.append(compare(training, batch, args.turns, args.seconds))
         say(describe(rows[-1]), flush=True)
     say(f"\nEach step on two devices sends one message of {size:,} bytes, whatever the batch.")
+    say("Its time contains the wait for the slower device.")
     say(conclude(rows))
-    disturbed = find_disturbances(rows)
-    if disturbed:
-        say("Other programs disturbed this, so try again:", *disturbed, sep="\n- ")
     dist.barrier()
     dist.destroy_process_group()
 
