@@ -53,7 +53,7 @@ def parse_args():
         help="nodes of these ranks; HSDP has a replica on each",
     )
     args = parser.parse_args()
-    if args.ranks % args.nodes:
+    if args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--nodes {args.nodes} does not divide {args.ranks} ranks")
     return args
 
@@ -79,7 +79,10 @@ def become_rank_0(args):
     # Alone on its machine, so the script does not pin it to a part of the cores.
     os.environ |= environment | rank | {"LOCAL_WORLD_SIZE": "1"}
     launched = launch_command_parser().parse_args(words)
-    return Path(launched.training_script), launched.training_script_args
+    script = Path(launched.training_script)
+    if not script.is_file():
+        stop(f"there is no script {script}")
+    return script, launched.training_script_args
 
 
 class Counted(BaseException):

@@ -72,7 +72,7 @@ def main():
     args = parse_args()
     try:
         text, shows_runs = write_report(args)
-    except (OSError, ValueError, csv.Error) as problem:
+    except (OSError, ValueError, OverflowError, csv.Error) as problem:
         stop(problem)
     print(text)
     written = printable(args.output_dir)

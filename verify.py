@@ -34,9 +34,8 @@ from pathlib import Path
 
 from common.printing import OneLineParser, markdown_table, one_line, value_of
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # Before torch is imported: the ranks share the cores.
+# Before torch is imported: the ranks share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
@@ -61,10 +60,16 @@ def cannot_tell(problem):
 def find_yaml(name):
     """The file of a YAML's name or path."""
     file = Path(name if name.endswith((".yaml", ".yml")) else f"accelerate_configs/{name}.yaml")
-    for place in (file, ROOT / file):
-        if place.is_file():
-            return place
-    raise argparse.ArgumentTypeError(f"there is no {file}")
+    places = [place for place in (file, ROOT / file) if place.is_file()]
+    if not places:
+        raise argparse.ArgumentTypeError(f"there is no {file}")
+    try:
+        read_yaml(places[0])["distributed_type"]
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as problem:
+        raise argparse.ArgumentTypeError(
+            f"{file} is not a YAML of accelerate: {problem!r}"
+        ) from None
+    return places[0]
 
 
 def read_yaml(file):
@@ -98,15 +103,22 @@ def parse_args():
     args = parser.parse_args()
     args.batch_name, _, size = args.batch_flag.lstrip("-").partition("=")
     args.batch = int(size) if size.isdecimal() else 0
+    if args.ranks < 1 or args.steps < 2:
+        parser.error("--ranks must be 1 or more, and --steps 2 or more")
     if args.batch_flag and (not args.batch or args.batch % args.ranks):
         parser.error(f"--batch_flag {args.batch_flag}: SIZE has to be a multiple of {args.ranks}")
     if not args.script.is_file():
         parser.error(f"there is no script {args.script}")
-    args.yamls = {file.stem: file for file in args.yaml or map(find_yaml, STRATEGIES)}
+    files = args.yaml or [find_yaml(name) for name in STRATEGIES]
+    args.yamls = {file.stem: file for file in files}
+    if len(args.yamls) < len(files):
+        parser.error("two YAMLs have the same name")
     precisions = {read_yaml(file).get("mixed_precision") or "no" for file in args.yamls.values()}
     if len(precisions) > 1:  # The baseline has that of the YAMLs.
         parser.error(f"the YAMLs differ in mixed_precision ({precisions}): verify each alone")
     [args.precision] = precisions
+    if args.precision not in comparing.LEAST:
+        parser.error(f"mixed_precision has to be one of {', '.join(comparing.LEAST)}")
     args.output_dir = value_of("--output_dir", args.flags)
     args.folder = Path(args.output_dir or "runs") / "verify"
     return args
@@ -129,8 +141,11 @@ def words_of(args, file, ranks, more, own):
     flags = [*args.flags, *more]
     if args.batch_name:
         flags += [f"--{args.batch_name}", str(args.batch // ranks)]
-    if args.output_dir or re.search("""["']--output_dir["']""", args.script.read_text("utf-8")):
-        flags += ["--output_dir", own]  # The last one counts.
+    if args.output_dir:  # also as the beginning of a path, as in --resume_from DIR/step_10
+        path = rf"(^|=){re.escape(args.output_dir.rstrip('/'))}(?=/|$)"
+        flags = [re.sub(path, lambda found: found[1] + own, word) for word in flags]
+    elif re.search("""["']--output_dir["']""", args.script.read_text("utf-8")):
+        flags += ["--output_dir", own]
     return words, [str(args.script), *flags]
 
 
@@ -290,7 +305,8 @@ def main():
     try:
         columns = verify(args, launch)
     except (RunFailedError, CannotTellError) as problem:
-        print(*problem.args[1:], file=sys.stderr)  # the traceback, if there is one
+        for trace in problem.args[1:]:
+            print(trace, file=sys.stderr)
         cannot_tell(f"{args.script.name} on one process: {problem.args[0]}")
     where = f"{'GPUs' if gpus else 'CPU processes'}, mixed_precision: {args.precision}"
     print(f"{args.script.name} on {where}")

@@ -119,7 +119,10 @@ def draw_efficiency(points: list[Point], strong: bool, order: list[str]) -> Any:
     """
     lines: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point[0].devices, point[0].setting.nodes)):
-        lines.setdefault(name_in(point[0], strong), []).append(point)
+        cell, name = point[0], name_in(point[0], strong)
+        if any(other.setting.shape == cell.setting.shape for other, _ in lines.get(name, [])):
+            name += f", {cell.batch}"  # accumulated differently
+        lines.setdefault(name, []).append(point)
     last = {name: of_line[-1][0] for name, of_line in lines.items()}
     names = sorted(lines, key=lambda name: (-last[name].devices, last[name].cost))
     counts = sorted({cell.devices for cell, _ in points})

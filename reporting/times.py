@@ -15,7 +15,7 @@ from reporting.schema import Row
 
 def parse_seconds(text: str) -> float:
     """Seconds from "186.6" or, as `time` prints them, "3m6.619s". Raises ValueError."""
-    match = re.fullmatch(r"(?:(\d+)m)?(\d+(?:\.\d*)?)s?", text)
+    match = re.fullmatch(r"(?:(\d+)m)?(\d+(?:\.\d*)?)s?", text.strip())
     if not match:
         raise ValueError(
             f"{text!r} is not a time; write seconds (186.6) or minutes and seconds (3m6.619s)"
@@ -30,20 +30,21 @@ class Time(Row):
 
 
 def name_strategy(text: str) -> str:
-    """The YAML's name for what a person writes: "zero2_offload" for "ZeRO-2 offload". Other names
-    stay as they are, in small letters.
+    """The YAML's name for what a person writes: "zero2" for "DeepSpeed ZeRO-2". Other names stay as
+    they are, in small letters.
     """
     known = {name.replace("_", ""): name for name in STRATEGIES}
-    return known.get(re.sub(r"[\W_]", "", text.lower()), text.lower())
+    return known.get(re.sub(r"deepspeed|[\W_]", "", text.lower()), text.lower())
 
 
 def read_times(path: Path) -> tuple[list[Run], list[str]]:
     """A Run for each row, and a sentence for each row that cannot be read. Columns are separated by
     commas, semicolons or tabs. Raises OSError, csv.Error, or ValueError if no row can be read.
     """
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    separator = max(",;\t", key=text.partition("\n")[0].count)
-    rows = csv.DictReader(text.splitlines(), delimiter=separator, restval="")
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines() or [""]
+    separator = max(",;\t", key=lines[0].count)
+    lines[0] = lines[0].lower()
+    rows = csv.DictReader(lines, delimiter=separator, restval="", skipinitialspace=True)
     missing = [name for name in Time.model_fields if name not in (rows.fieldnames or [])]
     if missing:
         raise ValueError(
@@ -53,8 +54,11 @@ def read_times(path: Path) -> tuple[list[Run], list[str]]:
     runs: list[Run] = []
     notes = []
     for row in rows:
+        more = "".join(row.pop(None, [])).strip()
+        if not more + "".join(row.values()).strip():
+            continue  # spreadsheets write such rows
         try:
-            if None in row:
+            if more:
                 raise ValueError("it has more columns than the first line; decimals need a point")
             time = Time.model_validate(row)
         except ValueError as problem:

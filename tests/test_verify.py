@@ -49,7 +49,7 @@ def read_mistakes():
 
 MISTAKES = read_mistakes()
 RESUMES = [name for name in MISTAKES if name.startswith("resume")]
-OTHERS = [*RESUMES, "augmentation", "not_seeded"]  # which have their own tests
+OTHERS = [*RESUMES, "augmentation", "not_seeded", "model_not_seeded"]  # which have their own tests
 NAMED = [name for name in [*MISTAKES, *UNEQUAL] if name not in OTHERS]
 
 
@@ -131,7 +131,7 @@ def test_the_answers_of_exercise_15_mend_its_scripts(tmp_path):
 
 def test_the_page_of_results_names_every_mistake():
     page = (ROOT / "docs" / "results" / "verify.md").read_text()
-    assert len(MISTAKES) == 24 and all(f"`{name}`" in page for name in [*MISTAKES, *UNEQUAL])
+    assert len(MISTAKES) == 25 and all(f"`{name}`" in page for name in [*MISTAKES, *UNEQUAL])
 
 
 @pytest.mark.slow
@@ -190,7 +190,9 @@ ERRORS = {
     "right.py on one process: rank 0: right.py: error: unrecognized arguments: --rows 16": [
         "--batch_flag", "rows=16", "right.py"
     ],
+    "two YAMLs have the same name": [*yamls("ddp"), *yamls("ddp"), "right.py"],
     "call accelerate.utils.set_seed before anything is drawn": ["not_seeded.py"],
+    "step 1 has different weights in each run": ["model_not_seeded.py"],
     "plain.py on one process: it made 0 training steps, and 2 are needed": ["plain.py"],
 }  # fmt: skip
 
@@ -199,6 +201,7 @@ def test_what_it_cannot_tell_is_one_line(tmp_path):
     (tmp_path / "right.py").write_text((ZOO / "right.py").read_text())
     (tmp_path / "plain.py").write_text("import torch\n\nprint(torch.ones(1))\n")
     write_script("not_seeded", tmp_path)
+    write_script("model_not_seeded", tmp_path)
     before = {*tmp_path.iterdir()}
     for problem, words in ERRORS.items():
         result = verify(tmp_path, *words, code=2)
