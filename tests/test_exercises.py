@@ -48,6 +48,11 @@ FAULTS = [
     ("a step sends all", "2", {"dist.all_reduce(flat)": "[*map(dist.all_reduce, flat.chunk(2))]"}),
     (SENT, "2b", {", async_op=True": "", "call.wait()": "pass"}),
     (SENT, "2b", {"flat, bucket))": "flat, bucket))\n            started[-1][0].wait()"}),
+    (
+        "all gradients are sent .*: the hooks send buckets twice",
+        "2b",
+        {"zero_grad()": "zero_grad(set_to_none=False)"},
+    ),
     ("the step waits for each .*: the second step", "2b", {"call.wait()": "pass"}),
     ("the step waits for each .*: later steps wait", "2b", {"    started.clear()\n": ""}),
     ("a step sends gradients once", "3", {STEP: "            dist.all_reduce(gradients)\n" + STEP}),

@@ -133,6 +133,11 @@ def overlapping(ranks):
     total = sum(weight.numel() for weight in ranks[0]["weights"])
     inside = [call for call in calls if call["started"] == "backward"]
     beside = [call["numbers"] for call in inside if "backward" not in call["waits"]]
+    if sum(beside) >= 2 * total:
+        return (
+            f"the calls carry {sum(beside):,} numbers, and the model has {total:,}: the hooks send "
+            "buckets twice. A gradient of the step before is not None if zero_grad() keeps it"
+        )
     if len(beside) > 1 and sum(beside) >= total:
         return ""
     return (
@@ -265,9 +270,9 @@ def training(ranks, printed, single, expected):
         return f"{problem} on one device. " + (
             mistake_in(ranks[0]["begun"], single["begun"])
             or "Is the order of the samples the same? DistributedSampler(data, seed=SEED) with "
-            "set_epoch(epoch) makes that of single.py. Is the sum of the gradients divided by the "
-            "number of ranks? Does each weight get its own gradient? Are the first weights, the "
-            "optimizer and the learning rate the same?"
+            "set_epoch(epoch) makes that of single.py. With Accelerate, keep its own sampler. Is "
+            "the sum of the gradients divided by the number of ranks? Does each weight get its own "
+            "gradient? Are the first weights, the optimizer and the learning rate the same?"
         )
     for (_, here), (_, there) in zip(printed, expected, strict=True):
         if abs(float(here) - float(there)) > 0.5:  # one of 261 samples is 0.4 %
