@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 # A difference counts if it is TIMES as large as that of the control, and larger than LEAST.
 TIMES = 30
-LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10}  # by precision
+LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7}  # by precision
 # Each kind can cause those after it. Inputs, outputs and the loss explain a difference of the
 # gradients, and are harmless otherwise. "apart" is what the ranks should share, but do not.
 KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "apart"]

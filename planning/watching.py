@@ -44,15 +44,15 @@ from torch.utils.data._utils import fetch
 from planning.patches import StepWatch, patch
 
 # How much rounding changes a weight, by precision. The control's first weights differ by this.
-MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12}
+MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12, "fp8": 2**-9}
 EXIT = os._exit
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(StepWatch):
     """Notes what this rank does in its first `steps` steps, and then ends the process. With
-    `kill_after` it is killed instead: after so many steps, once there is a checkpoint (0: two steps
-    after the first one). `moved` makes it the control. `as_is` keeps dropout and the order of
+    `kill_after`, it is killed instead, after that many steps and a checkpoint (0: two steps after
+    the first one). `moved` makes it the control. `as_is` keeps dropout and the order of
     samples.
 
     `batch` is what a loader handed out last. It belongs to a step if a gradient is computed before

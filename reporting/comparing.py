@@ -286,7 +286,7 @@ def dunnett_intervals(base: Cell, cells: list[Cell], rivals: int, level: float) 
 
 def dunnett_point(of_base: int, repeats: Any, freedom: int, level: float) -> float:
     """The critical value of Dunnett's two-sided test: with the probability `level`, the means of
-    all cells are within so many standard errors of the baseline's.
+    all cells are at most this many standard errors from the baseline's.
     https://doi.org/10.1080/01621459.1955.10501294, section 3.
 
     scipy 1.17 draws random numbers for it, and its search may fail: for three cells it finds 295

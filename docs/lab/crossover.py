@@ -165,8 +165,6 @@ def main():
     odd = [batch for batch in args.batches if batch < 2 or batch % 2]
     if odd:
         sys.exit(f"error: two devices cannot share a batch of {odd[0]} equally")
-    if args.turns < 1:
-        sys.exit("error: --turns has to be 1 or more")
     if os.environ.get("WORLD_SIZE") != "2":
         sys.exit("error: this compares two processes: start it as its --help shows")
     # glibc gives large freed blocks back to the system, and each step would fetch them anew. These

@@ -122,7 +122,7 @@ def half_checkpoint(fix):
         target = final.with_suffix(".partial") if fix else final
         accelerator.save_state(target)
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process and killed:  # what a kill leaves: a part of a file
+        if accelerator.is_main_process and killed:  # as if killed: a part of a file
             file = target / "optimizer.bin"
             file.write_bytes(file.read_bytes()[:1000])
         elif accelerator.is_main_process:
