@@ -5,8 +5,9 @@ Trainer, in random order or grouped by length.
     python benchmarks/bert.py --gpu    # BERT-base and SQuAD from the Hub, in bf16
 
 Every comparison has the same model, questions, windows, batch, precision and number of threads, and
-runs its sides by turns within one call, as machines are shared and noisy. On two CPU cores it takes
-15 minutes. With --gpu it is on one GPU, with MFU and memory.
+runs its sides by turns within one call, as machines are shared and noisy. The last half of an epoch
+is shown beside all of it, which includes the warm-up. On two CPU cores it takes 15 minutes. With
+--gpu it is on one GPU, with MFU (of the last half) and memory.
 """
 
 import math
@@ -15,7 +16,6 @@ import statistics
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from pathlib import Path
 
 import side_by_side as sides
 import torch
@@ -24,8 +24,6 @@ import transformers
 import train_bert_squad
 from common.facts import flops_utilization
 from common.printing import markdown_table
-from fit import read_model
-from planning.memory import memory_of
 
 SCRIPT = "train_bert_squad.py"
 LENGTH, STRIDE = 384, 128
@@ -57,19 +55,27 @@ def make_windows(args):
 
 
 def train_by_trainer(args, batch, grouped, compiled):
-    """Seconds, windows, tokens with padding, and peak memory of an epoch; compiled, of a second
-    epoch.
+    """Train an epoch; compiled, a second one. Returns windows/s, also of its last half, tokens with
+    padding per second, and the peak memory.
     """
 
     class Stopwatch(transformers.TrainerCallback):
-        def on_epoch_begin(self, *_, **__):
-            shapes.clear()
-            self.start = time.perf_counter()
-
-        def on_epoch_end(self, *_, **__):
+        def lap(self):
             if args.gpu:
                 torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.start
+            self.laps.append(time.perf_counter())
+
+        def on_epoch_begin(self, _, state, *__, **___):
+            shapes.clear()
+            self.before, self.laps = state.global_step, []
+            self.lap()
+
+        def on_step_end(self, _, state, *__, **___):
+            if state.global_step - self.before == steps // 2:
+                self.lap()
+
+        def on_epoch_end(self, *_, **__):
+            self.lap()
 
     def collate(rows):
         batch = pad(rows)
@@ -79,6 +85,7 @@ def train_by_trainer(args, batch, grouped, compiled):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokenizer, windows = make_windows(args)
+    steps = len(windows) // batch
     pad, shapes, stopwatch = transformers.DataCollatorWithPadding(tokenizer), [], Stopwatch()
     transformers.set_seed(0)
     auto = transformers.AutoModelForQuestionAnswering
@@ -107,10 +114,11 @@ def train_by_trainer(args, batch, grouped, compiled):
     )
     trainer.remove_callback(transformers.PrinterCallback)  # It would print what it measured.
     trainer.train()
+    start, half, end = stopwatch.laps
     return {
-        "seconds": stopwatch.seconds,
-        "windows": sum(count for count, _ in shapes),
-        "places": sum(map(math.prod, shapes)),
+        "rate": steps * batch / (end - start),
+        "late": (steps - steps // 2) * batch / (end - half),
+        "places": sum(map(math.prod, shapes)) / (end - start),
         "memory": torch.cuda.max_memory_allocated() / 1e6 if args.gpu else None,
     }
 
@@ -128,11 +136,13 @@ def train_by_script(args, batch, compiled):
     words += ["--per_device_train_batch_size", batch, "--num_epochs", 2 if compiled else 1]
     precision, dynamo = "bf16" if args.gpu else "no", "inductor" if compiled else "no"
     run = sides.record("baseline", SCRIPT, *words, precision=precision, dynamo=dynamo)
-    windows = run["steps"] * batch
+    rates, seconds = run["steps_per_second"], run["seconds"]["train"]
+    if compiled:
+        seconds = run["steps"] * batch / run["samples_per_second"]
     return {
-        "seconds": windows / run["samples_per_second"] if compiled else run["seconds"]["train"],
-        "windows": windows,
-        "places": run["tokens"] / (1 - run["padding_share"]),
+        "rate": run["steps"] * batch / seconds,
+        "late": statistics.harmonic_mean(rates[len(rates) // 2 :]) * batch,  # of each 10 steps
+        "places": run["tokens"] / (1 - run["padding_share"]) / seconds,
         "memory": run["ranks"][0]["peak_memory_mb"],
         "record": run,
     }
@@ -144,39 +154,34 @@ def compare_speed(args, batch):
     def trainer(grouped, compiled=False):
         return sides.alone(train_by_trainer, args, batch, grouped, compiled)
 
-    sides = {
+    train = {
         SCRIPT: lambda: train_by_script(args, batch, compiled=False),
         "Trainer, random order (its default)": lambda: trainer(grouped=False),
         "Trainer, grouped by length": lambda: trainer(grouped=True),
     }
     if args.compile:
-        sides[f"{SCRIPT}, compiled"] = lambda: train_by_script(args, batch, compiled=True)
-        sides["Trainer, grouped by length, compiled"] = lambda: trainer(True, compiled=True)
-    runs_of = {name: [] for name in sides}
-    rates = {name: [] for name in sides}
-    if args.gpu:
-        sizes = read_model(args.model if Path(args.model).is_dir() else "bert-base")
-        formula = memory_of("baseline", sizes, batch, LENGTH, 1, "bf16", dropout=True)["total"]
+        train[f"{SCRIPT}, compiled"] = lambda: train_by_script(args, batch, compiled=True)
+        train["Trainer, grouped by length, compiled"] = lambda: trainer(True, compiled=True)
+    runs = {name: [] for name in train}
     for _ in range(args.repeats):
-        for name, run_side in sides.items():
-            run = run_side()
-            runs_of[name].append(run)
-            rates[name].append(run["windows"] / run["seconds"])
-            peak = f", peak {run['memory']:,.0f} MB" if args.gpu else ""
-            peak += f" (formula {formula / 1e6:,.0f})" if args.gpu and name == SCRIPT else ""
-            print(f"{name}: {rates[name][-1]:,.2f} windows/s{peak}", flush=True)
+        for name in train:
+            runs[name].append(train[name]())
+            rate, late = runs[name][-1]["rate"], runs[name][-1]["late"]
+            print(f"{name}: {rate:,.2f} windows/s, {late:,.2f} in the last half", flush=True)
     print(f"\nBatch {batch}, {args.questions} questions, {args.repeats} times\n")
-    rows = [["side", "windows/s", "padded tokens/s", "the script / this", "MFU", "peak MB"]]
-    own = runs_of[SCRIPT][0]["record"]
-    of_a_window = own["tokens"] / (own["steps"] * batch)
-    for name, runs in runs_of.items():
-        places = [run["places"] / run["seconds"] for run in runs]
-        ratios = [ours / theirs for ours, theirs in zip(rates[SCRIPT], rates[name], strict=True)]
-        tokens = {"tokens_per_second": statistics.median(rates[name]) * of_a_window}
-        share = flops_utilization(own | own["workload"] | tokens)
-        memory = f"{max(run['memory'] for run in runs):,.0f}" if args.gpu else ""
-        mfu = f"{share:.1%}" if share else ""
-        rows.append([name, *map(spread, (rates[name], places, ratios)), mfu, memory])
+    rows = [["side", "windows/s", "the script / this", "windows/s, last half"]]
+    rows[0] += ["the script / this, last half", "padded tokens/s", "MFU", "peak MB"]
+    own = runs[SCRIPT][0]["record"]
+    for name in runs:
+        values = {key: [run[key] for run in runs[name]] for key in ("rate", "late", "places")}
+        cells = [name]
+        for key in ("rate", "late"):
+            pairs = zip(runs[SCRIPT], values[key], strict=True)
+            cells += [spread(values[key]), spread([run[key] / theirs for run, theirs in pairs])]
+        tokens = own["tokens"] / (own["steps"] * batch) * statistics.median(values["late"])
+        share = flops_utilization(own | own["workload"] | {"tokens_per_second": tokens})
+        memory = f"{max(run['memory'] for run in runs[name]):,.0f}" if args.gpu else ""
+        rows.append([*cells, spread(values["places"]), f"{share:.1%}" if share else "", memory])
     print(markdown_table(rows), flush=True)
 
 
