@@ -192,13 +192,15 @@ def test_a_task_of_an_array_is_queued_again_alone(cluster, project, tmp_path):
 
 
 BARE = "/usr/bin:/bin:/usr/sbin:/sbin"
+DP = "accelerate_configs/dp.yaml"
 REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/2node.sh accelerate_configs/hsdp.yaml probe.py": "hsdp.yaml shards the model inside a",
-    "sbatch/2node.sh accelerate_configs/dp.yaml probe.py": "dp.yaml is one process on one node",
+    f"sbatch/2node.sh {DP} probe.py": "dp.yaml is one process on one node",
     "sbatch/2node.sh accelerate_configs/ddq.yaml": "no YAML accelerate_configs/ddq.yaml; there are",
     "sbatch/1node.sh train.py --num_epochs 2": "no script train.py in ",
     "sbatch/1node.sh ddp": "'ddp' is neither a YAML, nor a script (.py), nor a flag",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --num-processes 8 probe.py": "num-processes comes",
+    f"sbatch/1node.sh {DP} --gradient_accumulation_steps 4 probe.py": "no effect before the script",
     "--array=1 sbatch/1node.sh probe.py --output_dir runs/x": "tasks of an array would share",
     "--gpus-per-node=4 sbatch/1node.sh probe.py": "ask with --gres=gpu:N, which",
     "sbatch/1node.sh probe.py --output_dir runs/taken": "another run is writing into runs/taken: ",
