@@ -48,7 +48,6 @@ import transformers
 from accelerate import Accelerator, PartialState, utils
 from torch import nn
 from torch.distributed.elastic.multiprocessing import errors
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
@@ -71,15 +70,13 @@ def main(args):
         return say(f"ready: {len(train_set)} training and {len(eval_set)} validation features")
     run["workload"] |= describe_workload(args, config, train_set, eval_set)
     run["parameters"] = sum(weight.numel() for weight in model.parameters())
-    train_loader, eval_loader = make_loaders(args, train_set, eval_set, run)
+    train_loader, eval_loader = make_loaders(args, train_set, eval_set, run["devices"])
     micro_batches = args.gradient_accumulation_steps
     steps_per_epoch = len(train_loader) // micro_batches
     steps = args.max_train_steps or args.num_epochs * steps_per_epoch
     epochs = math.ceil(steps / steps_per_epoch) if steps else 1  # --num_epochs 0: only evaluate
     save_every = args.checkpointing_steps or steps
     checkpoint = run["resumed_from"] = open_folder(accelerator, args, run)
-    if checkpoint == "completed":
-        return say(f"{args.output_dir} is a completed run already: see its run.json")
     if strategy == "dp":  # accelerate has no DataParallel
         model = nn.DataParallel(model.to(accelerator.device))
     optimizer = torch.optim.AdamW(
@@ -102,12 +99,16 @@ def main(args):
     purge = {"tensorboard": {"purge_step": progress.step + 1}}  # drops points of a killed run
     accelerator.init_trackers(Path(__file__).stem, vars(args), purge)
     profiler = start_profiler(accelerator, args)
+    listen_at = progress.step + 1  # the step at which ranks ask each other for signals
+    reset_peak_memory()  # of reading and preparing the data
 
     for epoch in range(len(progress.evaluations), epochs):
         model.train()
         train_loader.set_epoch(epoch)  # skip_first_batches does not pass it on
-        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before --resume
+        # Micro-batches of this epoch that are done: more than 0 only after --resume.
+        done = (progress.step - epoch * steps_per_epoch) * micro_batches
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
+        batches._non_blocking = True  # skip_first_batches of accelerate 1.15 forgets it
         last_step = min((epoch + 1) * steps_per_epoch, steps)
         batches = itertools.islice(batches, (steps - progress.step) * micro_batches)
         losses, sizes, norm = [], [], None
@@ -129,15 +130,20 @@ def main(args):
                 continue  # this step has more micro-batches
             progress.step += 1
             profiler.step()
+            # The end of an epoch saves, too.
             saving = progress.step == last_step or progress.step % save_every == 0
-            if saving or progress.step % args.logging_steps == 0:
+            logging = saving or progress.step % args.logging_steps == 0
+            if progress.step == listen_at and not logging:  # the next log may be minutes away
+                stopping, listen_at = listen(accelerator, signals, losses, began, progress.step)
+                logging = stopping  # a checkpoint holds all losses
+            if logging:
                 log_step(accelerator, losses, rate, norm, began, progress, steps)
-                if len(progress.losses) < progress.step:  # a loss is NaN or infinite
+                kept = len(progress.losses)  # log_step keeps the losses before a NaN
+                if kept < progress.step:
                     write_record(accelerator, run, progress, "failed")
-                    step = len(progress.losses) + 1
-                    abort(f"the loss of step {step} is not finite: lower --learning_rate")
+                    abort(f"the loss of step {kept + 1} is not finite: lower --learning_rate")
                 count_tokens(accelerator, sizes, progress)
-                stopping = bool(utils.gather_object(signals))  # on any rank
+                stopping, listen_at = listen(accelerator, signals, losses, began, progress.step)
                 if saving or stopping:
                     save_checkpoint(accelerator, run, progress)
                 if stopping:
@@ -154,11 +160,11 @@ def main(args):
         say(line)
         lowest = min((old["eval_loss"] for old in progress.evaluations), default=math.inf)
         if steps and metrics["eval_loss"] < lowest:
-            save_bert(accelerator, model, tokenizer, f"{args.output_dir}/best")
+            save_bert(accelerator, model, config, tokenizer, f"{args.output_dir}/best")
         progress.evaluations.append(metrics)
     profiler.stop()
     if steps:
-        save_bert(accelerator, model, tokenizer, args.output_dir)
+        save_bert(accelerator, model, config, tokenizer, args.output_dir)
     end_run(accelerator, run, progress, "completed")
     return model
 
@@ -196,11 +202,12 @@ def validate(accelerator, args, model, loader, metric, run, progress, signals):
         answers = choose_answers(rows, loader.dataset, args.version_2_with_negative)
         questions = loader.dataset.questions
         metrics = metric.compute(
-            predictions=[answers[question["id"]] for question in questions],
+            predictions=[answers[number] for number in range(len(questions))],
             references=[question["answers"]["text"] for question in questions],
         )
         metrics["eval_loss"] = rows[:, 1].double().mean().item()
-        content = json.dumps(answers, indent=1, ensure_ascii=False).encode()
+        texts = {question["id"]: answers[number] for number, question in enumerate(questions)}
+        content = json.dumps(texts, indent=1, ensure_ascii=False).encode()
         write_file(f"{args.output_dir}/predictions.json", content)
     metrics = utils.broadcast_object_list([metrics])[0]
     if not math.isfinite(metrics["eval_loss"]):
@@ -240,7 +247,7 @@ def best_spans(logits, first, last, longest):
 
 
 def choose_answers(rows, features, version_2):
-    """Return {question id: text}, the best span in all windows of a question. With `version_2` the
+    """Return {number of the question: text}, the best span in all its windows. With `version_2` the
     text is "" if the lowest "no answer" score of these windows is higher: the official recipe.
     """
     best, no_answer = {}, {}
@@ -257,7 +264,7 @@ def choose_answers(rows, features, version_2):
         while unicodedata.category(context[stop : stop + 1] or " ").startswith("M"):
             stop += 1
         text = context[feature["begins"][start] : stop]
-        answers[question["id"]] = "" if version_2 and no_answer[owner] > score else text
+        answers[owner] = "" if version_2 and no_answer[owner] > score else text
     return answers
 
 
@@ -336,12 +343,11 @@ def load_model(args, config):
     return model.float()
 
 
-def save_bert(accelerator, model, tokenizer, folder):
+def save_bert(accelerator, model, config, tokenizer, folder):
     """Save weights, config and tokenizer, for `from_pretrained`. A collective."""
     save_model(accelerator, model, folder)
     if accelerator.is_main_process:
-        config = accelerator.unwrap_model(model, keep_torch_compile=False).config
-        config.architectures = ["BertForQuestionAnswering"]  # FSDP renames the class
+        config.architectures = ["BertForQuestionAnswering"]
         config.dtype = "float32"  # of the saved weights
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -402,6 +408,10 @@ def check_inputs(args, config, tokenizer, train_rows, eval_rows):
         if wrong:
             which = f"{len(wrong)} {split} questions, such as {wrong[0]}"
             abort(f"{which}, have a first answer that is blank, or not at its answer_start")
+    repeated = len(eval_rows) - len({question["id"] for question in eval_rows})
+    if repeated:
+        which = f"{repeated} of {len(eval_rows)} validation questions repeat an id"
+        say(f"warning: {which}: predictions.json keeps the last answer of each id")
 
 
 def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
@@ -462,26 +472,31 @@ class Features(Dataset):
     def __init__(self, questions, tokenizer, args):
         sizes = {"max_seq_length": args.max_seq_length, "doc_stride": args.doc_stride}
         vocabulary = tokenizer.backend_tokenizer.to_str()
-        key = datasets.fingerprint.Hasher.hash([questions, sizes, vocabulary, tokenize])
+        text = json.dumps(questions)  # hashing the questions themselves takes seconds
+        key = datasets.fingerprint.Hasher.hash([text, sizes, vocabulary, tokenize])
         folder = Path(datasets.config.HF_DATASETS_CACHE, "squad_features")
         folder.mkdir(parents=True, exist_ok=True)
-        table = datasets.Dataset.from_list(questions)
-        self.table = table.map(
-            tokenize,
-            batched=True,
-            with_indices=True,
-            remove_columns=table.column_names,
-            fn_kwargs={"tokenizer": tokenizer} | sizes,
-            new_fingerprint=key,
-            cache_file_name=f"{folder}/{key}.arrow",
-        )
+        file = f"{folder}/{key}.arrow"
+        if not os.path.exists(file):
+            table = datasets.Dataset.from_list(questions)
+            table.map(
+                tokenize,
+                batched=True,
+                with_indices=True,
+                remove_columns=table.column_names,
+                fn_kwargs={"tokenizer": tokenizer} | sizes,
+                new_fingerprint=key,
+                cache_file_name=file,
+            )
+        self.table = datasets.Dataset.from_file(file)
         tokenizer.backend_tokenizer.no_truncation()  # it is saved with the model
         self.questions = questions
         self.max_width = args.max_seq_length
-        self.tokens = self.table.with_format("torch", columns=["input_ids"])  # stay on the disk
+        self.tokens = self.table.with_format("arrow", columns=["input_ids"])  # stay on the disk
         names = ["length", "first", "start", "end", "owner"]
-        self.columns = self.table.with_format("torch", columns=names)[:]  # int64 [features] each
-        text = json.dumps(questions) + str([self.columns[name].tolist() for name in names])
+        columns = self.table.with_format("arrow", columns=names)[:]
+        self.columns = {name: torch.tensor(columns[name].to_numpy()) for name in names}  # int64
+        text += str([self.columns[name].tolist() for name in names])
         self.checksum = zlib.crc32(text.encode())
 
     def __len__(self):
@@ -491,14 +506,16 @@ class Features(Dataset):
         """Return a batch, as wide as its longest feature: the model's inputs, what belongs to the
         answers, and the number of tokens without and with padding.
         """
-        input_ids = pad_sequence(list(self.tokens[ids]["input_ids"]), batch_first=True)
-        width = input_ids.shape[1]
-        if torch.cuda.is_available():  # tensor cores prefer multiples of 8
-            width = min((width + 7) // 8 * 8, self.max_width)
-        input_ids = F.pad(input_ids, (0, width - input_ids.shape[1]))
+        # All tokens of the batch in one array: a tensor for each feature would cost milliseconds.
+        tokens = self.tokens[ids]["input_ids"].combine_chunks().flatten().to_numpy()
         ids = torch.tensor(ids)
         lengths = self.columns["length"][ids]
+        width = lengths.max().item()
+        if torch.cuda.is_available():  # tensor cores prefer multiples of 8
+            width = min((width + 7) // 8 * 8, self.max_width)
         mask = torch.arange(width) < lengths[:, None]
+        input_ids = torch.zeros(mask.shape, dtype=torch.int64)  # padding is hidden by the mask
+        input_ids[mask] = torch.tensor(tokens, dtype=torch.int64)
         in_context = torch.arange(width) >= self.columns["first"][ids, None]
         inputs = {
             "input_ids": input_ids,
@@ -526,7 +543,7 @@ class LengthSampler(Sampler):
 
     def set_epoch(self, epoch):
         """Order the features of an epoch. The set_epoch of the prepared DataLoader calls this."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(self.seed * ORDERS_PER_SEED + epoch)
         order = torch.randperm(len(self.lengths), generator=generator)[: self.steps * self.size]
         pools = order.split(self.size * max(1, min(50, self.steps // 4)))
         pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
@@ -542,22 +559,22 @@ class LengthSampler(Sampler):
         return iter(self.order)
 
 
-def make_loaders(args, train_set, eval_set, run):
+def make_loaders(args, train_set, eval_set, devices):
     """The DataLoaders for training and validation. Each batch is split across the ranks, so the
     number of ranks does not change which samples a step takes.
     """
+    batch = args.per_device_train_batch_size * devices
     sampler = None
     if train_set is not eval_set:  # the run trains
-        batch, samples = run["global_batch_size"], len(train_set)
-        if batch > samples:
-            abort(f"the global batch ({batch}) is larger than the training set ({samples})")
-        sampler = LengthSampler(train_set.columns["length"], batch, args.seed)
+        global_batch, samples = batch * args.gradient_accumulation_steps, len(train_set)
+        if global_batch > samples:
+            abort(f"the global batch ({global_batch}) is larger than the training set ({samples})")
+        sampler = LengthSampler(train_set.columns["length"], global_batch, args.seed)
     by_length = eval_set.columns["length"].argsort(descending=True, stable=True).tolist()
     # With a generator of their own, the loaders do not disturb the one that dropout uses.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
     options["pin_memory"] = torch.cuda.is_available()
-    batch = args.per_device_train_batch_size * run["devices"]
-    eval_batch = args.per_device_eval_batch_size * run["devices"]
+    eval_batch = args.per_device_eval_batch_size * devices
     train_loader = DataLoader(train_set, batch, sampler=sampler, **options)
     return train_loader, DataLoader(eval_set, eval_batch, sampler=by_length, **options)
 
@@ -606,7 +623,7 @@ def parse_args():
     add("--learning_rate", type=positive_float, default=3e-5, help="peak; then falls linearly to 0")
     add("--num_warmup_steps", type=non_negative_int, default=0, help="steps of the linear warm-up")
     add("--weight_decay", type=share, default=0.0, help="for AdamW")
-    add("--logging_steps", type=positive_int, default=10, help="log and obey signals every N steps")
+    add("--logging_steps", type=positive_int, default=10, help="log the loss every N steps")
     args = parser.parse_args()
     trains = args.num_epochs or args.max_train_steps
     if bool(args.train_file) != bool(args.validation_file) and (trains or args.train_file):
@@ -618,8 +635,9 @@ def parse_args():
 
 # -------- Everything below is identical in both scripts, and a test compares them: change both.
 
-VERSION = "0.7.0"  # CHANGELOG.md says what changed
+VERSION = "0.8.0"  # CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # other folders are not checkpoints
+ORDERS_PER_SEED = 10_000  # epoch 1 of seed 0 must not have the order of epoch 0 of seed 1
 
 
 def number(kind, lowest, highest, text):
@@ -644,7 +662,7 @@ def add_common_args(parser):
     add = parser.add_argument
     add("--prepare_data_only", action="store_true", help="download and check data, then stop")
     add("--max_train_steps", type=positive_int, help="optimizer steps; overrides --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, help="None: the launcher's, or 1")
+    add("--gradient_accumulation_steps", type=positive_int, help="None: 1, or DeepSpeed's setting")
     add("--max_grad_norm", type=positive_float, help="clip each step's gradients to this norm")
     add("--dropout", type=share, default=0.1, help="share of activations set to 0")
     add("--seed", type=non_negative_int, default=0, help="for weights, sample order and dropout")
@@ -686,13 +704,20 @@ def connect_ranks():
     if env.get("LOCAL_RANK", "-1") == "-1" and (several or "MASTER_ADDR" in env):
         advice = "launch with ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
         abort(f"each process would train alone: {advice}")
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # DeepSpeed's 1 counts GPUs that torch cannot use
+    if torch.cuda.device_count() and not torch.cuda.is_available():
+        # Each rank says so, before others wait for it.
+        where = f"torch {torch.__version__} cannot use the GPU of {os.uname().nodename}"
+        sys.exit(f"error: {where}: is its driver too old?")
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
     if ranks > len(cores):
         say(f"warning: {ranks} ranks share {len(cores)} core(s): is OMP_PROC_BIND set?")
+    patience = timedelta(minutes=30)  # rank 0 may download for longer than NCCL's 10 minutes
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
-        return PartialState()
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.15 would plan anew for each width
+        return PartialState(timeout=patience)
     if 1 < ranks <= len(cores):  # each rank is faster on its own cores
         os.sched_setaffinity(0, cores[int(env["LOCAL_RANK"]) :: ranks])
     env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns about a missing GPU
@@ -701,11 +726,10 @@ def connect_ranks():
 
         # DeepSpeed 0.19.8 would compile this op for 20 seconds, and write into the user's home.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
+    backend = "gloo" if fsdp or zero else None
+    state = PartialState(cpu=not backend, backend=backend, timeout=patience)
     if fsdp:  # accelerate 1.15 needs this on CPUs
         state.distributed_type = utils.DistributedType.MULTI_GPU
-    if torch.cuda.device_count():
-        abort(f"torch {torch.__version__} cannot use the GPU here: is its driver too old?")
     return state
 
 
@@ -716,16 +740,17 @@ def make_accelerator(args):
     if dp:
         del os.environ["ACCELERATE_DYNAMO_MODE"]
     if utils.parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
-        abort("fsdp_version must be 2: write it into the YAML, or set FSDP_VERSION=2")
+        abort("fsdp_version must be 2: convert the YAML with `accelerate to-fsdp2`")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 never train a new head
     if args.resume and not args.output_dir:
         abort("--resume needs --output_dir")
     name = Path(__file__).stem.removeprefix("train_")
     folder = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
     folder = args.output_dir = utils.broadcast_object_list([folder])[0]  # rank 0's
+    order_seed = args.seed * ORDERS_PER_SEED  # accelerate adds the epoch
     accelerator = Accelerator(
         dataloader_config=utils.DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
+            split_batches=True, use_seedable_sampler=True, data_seed=order_seed, non_blocking=True
         ),
         kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         log_with=args.report_to if args.with_tracking else None,
@@ -773,8 +798,7 @@ def configure_deepspeed(accelerator, args):
 
 def describe_run(accelerator, strategy, args):
     """The first fields of run.json. Call this before the model exists: it measures the memory."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
+    reset_peak_memory()
     devices = accelerator.num_processes
     if strategy == "dp":  # one process uses all visible GPUs
         devices = max(1, torch.cuda.device_count())
@@ -783,16 +807,19 @@ def describe_run(accelerator, strategy, args):
     if torch.cuda.is_available():
         device_name = torch.cuda.get_device_name()
     options = {}
-    if strategy.startswith("zero"):  # DeepSpeed's JSON, minus duplicates
+    if strategy.startswith("zero"):  # DeepSpeed's JSON
         options = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
-        elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
-        for name in [*elsewhere, "train_batch_size", "train_micro_batch_size_per_gpu"]:
-            options.pop(name, None)
         options |= options.pop("zero_optimization")
     prefixes = {"fsdp": "FSDP_", "hsdp": ("FSDP_", "PARALLELISM_CONFIG_")}
     for name, value in os.environ.items():
         if name.startswith(prefixes.get(strategy, ())):
             options[re.sub("FSDP_|PARALLELISM_CONFIG_", "", name).lower()] = value
+    elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
+    elsewhere += ["train_batch_size", "train_micro_batch_size_per_gpu"]
+    without_effect = ["sharding_strategy", "backward_prefetch", "forward_prefetch"]  # in FSDP2
+    without_effect += ["use_orig_params", "sync_module_states"]
+    for name in elsewhere + without_effect:
+        options.pop(name, None)
     dynamo = accelerator.state.dynamo_plugin.backend.value.lower()
     compute = {"precision": accelerator.mixed_precision, "dynamo": dynamo}
     names = ["num_epochs", "max_train_steps", "max_grad_norm", "seed", "dropout"]
@@ -831,10 +858,10 @@ def settings(run):
 
 
 def open_folder(accelerator, args, run):
-    """Lock OUTPUT_DIR. Returns its newest checkpoint, "completed", or None. A collective."""
+    """Lock OUTPUT_DIR. Returns its newest checkpoint, or ends a completed run. A collective."""
     folder = Path(args.output_dir)
     locked = True
-    checkpoint = status = None
+    checkpoint, status, steps = None, None, 0
     if accelerator.is_main_process:  # other nodes may see an older state
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
@@ -846,7 +873,8 @@ def open_folder(accelerator, args, run):
             say(f"warning: cannot lock {folder} ({problem.strerror}): start only one run in it")
         checkpoint = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if (folder / "run.json").exists():
-            status = json.loads((folder / "run.json").read_bytes())["status"]
+            record = json.loads((folder / "run.json").read_bytes())
+            status, steps = record["status"], record["steps"]
     locked, checkpoint, status = utils.broadcast_object_list([locked, checkpoint, status])
     if not locked:
         abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
@@ -860,9 +888,14 @@ def open_folder(accelerator, args, run):
         for name in now | before:
             if before.get(name) != now.get(name):
                 abort(f"cannot resume with another {name}: {before.get(name)} -> {now.get(name)}")
+    if status == "completed":
+        say(f"{folder} is a completed run already: see its run.json")
+        sys.exit()
+    if steps and not checkpoint:
+        say(f"warning: {folder} had {steps:,} steps, but has no checkpoint: starting at step 0")
     if accelerator.is_main_process:
         shutil.rmtree(folder / "checkpoints" / "partial", ignore_errors=True)  # of a killed run
-    return "completed" if status == "completed" else checkpoint
+    return checkpoint
 
 
 def load_checkpoint(accelerator, checkpoint):
@@ -902,6 +935,18 @@ def watch_signals():
     return signals
 
 
+def listen(accelerator, signals, losses, began, step):
+    """Return whether any rank got a signal to stop, and the step at which to listen again: in 10 s,
+    at the pace of the steps since `began`. A collective.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # it may be seconds behind
+    steps = len(losses) / accelerator.gradient_accumulation_steps
+    answers = utils.gather_object([(bool(signals), (time.perf_counter() - began) / steps)])
+    slowest = max(seconds for _, seconds in answers)
+    return any(stops for stops, _ in answers), step + max(1, int(10 / slowest))
+
+
 def log_step(accelerator, losses, rate, norm, began, progress, steps):
     """Read the losses of the micro-batches since `began`, and log the last step. A collective."""
     means = torch.stack(losses).view(-1, accelerator.gradient_accumulation_steps).mean(1)
@@ -912,7 +957,7 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
     progress.losses += itertools.takewhile(math.isfinite, means)
     if not progress.evaluations:  # evaluation may need more than training
         progress.peak_memory = peak_memory()
-    values = {"loss": means[-1], "learning_rate": rate}
+    values = {"loss": means[-1], "learning_rate": rate, "steps_per_second": progress.rates[-1]}
     if norm is not None:
         values["gradient_norm"] = float(norm)
     accelerator.log(values, progress.step)
@@ -949,12 +994,13 @@ def save_checkpoint(accelerator, run, progress):
 
 
 def save_model(accelerator, model, folder):
-    """Save the weights in fp32, gathered from all ranks. A collective."""
-    weights = accelerator.get_state_dict(model)
+    """Save the weights as fp32, gathered from all ranks. ZeRO in bf16 rounds them. A collective."""
+    weights = accelerator.get_state_dict(model, unwrap=False)  # unwrapping imports DeepSpeed
     if accelerator.is_main_process:
-        # torch.compile adds this prefix.
-        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
-        weights = {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
+        # torch.compile, DDP and DataParallel add these prefixes.
+        names = [name.replace("_orig_mod.", "").removeprefix("module.") for name in weights]
+        tensors = [weight.float().cpu().contiguous() for weight in weights.values()]
+        weights = dict(zip(names, tensors, strict=True))
         os.makedirs(folder, exist_ok=True)
         write_file(f"{folder}/model.safetensors", safetensors.torch.save(weights, {"format": "pt"}))
 
@@ -972,6 +1018,14 @@ def peak_memory():
         return torch.cuda.max_memory_allocated() / 1e6
     sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(sizes[0]) * 1024 / 1e6
+
+
+def reset_peak_memory():
+    """Forget the peak memory until now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
 
 
 def write_record(accelerator, run, progress, status):
@@ -1023,7 +1077,10 @@ def say(line):
 
 def abort(message):
     """End the run with one line. All ranks call it, and rank 0 prints."""
-    sys.exit(f"error: {message}" if os.environ.get("RANK", "0") == "0" else 1)
+    if os.environ.get("RANK", "0") == "0":
+        sys.exit(f"error: {message}")
+    time.sleep(2)  # when a rank has failed, the launcher ends the others, rank 0 too
+    sys.exit(1)
 
 
 @errors.record  # for the launcher's summary of errors

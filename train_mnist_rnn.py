@@ -60,21 +60,19 @@ def main(args):
         "eval_samples": len(images[1]),
         "checksum": zlib.crc32(b"".join(values.numpy().tobytes() for values in images)),
         "sequence_length": images[0].shape[1],
-        # Here bf16 is autocast, which RowLSTM turns off. Other strategies cast its weights.
+        # These three compute bf16 by autocast, which RowLSTM turns off. The others cast weights.
         "compute_dtype": "no" if strategy in ("baseline", "dp", "ddp") else run["precision"],
     }
     utils.set_seed(args.seed)  # all ranks start with the same weights
     model = RowLSTM(images[0].shape[2], args.hidden_size, args.dropout)
     run["parameters"] = sum(weight.numel() for weight in model.parameters())
-    train_loader, test_loader = make_loaders(accelerator, args, images, run)
+    train_loader, test_loader = make_loaders(accelerator, args, images, run["devices"])
     micro_batches = args.gradient_accumulation_steps
     steps_per_epoch = len(train_loader) // micro_batches
     steps = args.max_train_steps or args.num_epochs * steps_per_epoch
     epochs = math.ceil(steps / steps_per_epoch)
     save_every = args.checkpointing_steps or steps
     checkpoint = run["resumed_from"] = open_folder(accelerator, args, run)
-    if checkpoint == "completed":
-        return say(f"{args.output_dir} is a completed run already: see its run.json")
     if strategy == "dp":  # accelerate has no DataParallel
         model = nn.DataParallel(model.to(accelerator.device))
     optimizer = torch.optim.AdamW(
@@ -97,12 +95,16 @@ def main(args):
     purge = {"tensorboard": {"purge_step": progress.step + 1}}  # drops points of a killed run
     accelerator.init_trackers(Path(__file__).stem, vars(args), purge)
     profiler = start_profiler(accelerator, args)
+    listen_at = progress.step + 1  # the step at which ranks ask each other for signals
+    reset_peak_memory()  # of reading and preparing the data
 
     for epoch in range(len(progress.evaluations), epochs):
         model.train()
         train_loader.set_epoch(epoch)  # skip_first_batches does not pass it on
-        done = (progress.step - epoch * steps_per_epoch) * micro_batches  # before --resume
+        # Micro-batches of this epoch that are done: more than 0 only after --resume.
+        done = (progress.step - epoch * steps_per_epoch) * micro_batches
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
+        batches._non_blocking = True  # skip_first_batches of accelerate 1.15 forgets it
         last_step = min((epoch + 1) * steps_per_epoch, steps)
         batches = itertools.islice(batches, (steps - progress.step) * micro_batches)
         losses, norm = [], None
@@ -122,14 +124,19 @@ def main(args):
                 continue  # this step has more micro-batches
             progress.step += 1
             profiler.step()
+            # The end of an epoch saves, too.
             saving = progress.step == last_step or progress.step % save_every == 0
-            if saving or progress.step % args.logging_steps == 0:
+            logging = saving or progress.step % args.logging_steps == 0
+            if progress.step == listen_at and not logging:  # the next log may be minutes away
+                stopping, listen_at = listen(accelerator, signals, losses, began, progress.step)
+                logging = stopping  # a checkpoint holds all losses
+            if logging:
                 log_step(accelerator, losses, rate, norm, began, progress, steps)
-                if len(progress.losses) < progress.step:  # a loss is NaN or infinite
+                kept = len(progress.losses)  # log_step keeps the losses before a NaN
+                if kept < progress.step:
                     write_record(accelerator, run, progress, "failed")
-                    step = len(progress.losses) + 1
-                    abort(f"the loss of step {step} is not finite: lower --learning_rate")
-                stopping = bool(utils.gather_object(signals))  # on any rank
+                    abort(f"the loss of step {kept + 1} is not finite: lower --learning_rate")
+                stopping, listen_at = listen(accelerator, signals, losses, began, progress.step)
                 if saving or stopping:
                     save_checkpoint(accelerator, run, progress)
                 if stopping:
@@ -213,7 +220,7 @@ class Images(TensorDataset):
         return tuple(values[ids] for values in self.tensors)
 
 
-def make_loaders(accelerator, args, images, run):
+def make_loaders(accelerator, args, images, devices):
     """The DataLoaders for training and testing. Each batch is split across the ranks, so the number
     of ranks does not change which samples a step takes.
     """
@@ -221,17 +228,17 @@ def make_loaders(accelerator, args, images, run):
     std, mean = torch.std_mean(train_x.float(), correction=0)
     train = Images((train_x.float() - mean) / std, train_y)
     test = Images((test_x.float() - mean) / std, test_y)
-    global_batch = run["global_batch_size"]
+    batch = args.per_device_train_batch_size * devices
+    global_batch = batch * args.gradient_accumulation_steps
     if global_batch > len(train):
         abort(f"the global batch ({global_batch}) is larger than the training set ({len(train)})")
     samples = len(train) // global_batch * global_batch  # whole global batches only
     # With a generator of their own, the loaders do not disturb the one that dropout uses. `Images`
     # returns whole batches, so there is nothing to collate.
     options = {"collate_fn": tuple, "generator": torch.Generator()}
-    batch = args.per_device_train_batch_size * run["devices"]
-    eval_batch = args.per_device_eval_batch_size * run["devices"]
     sampler = RandomSampler(train, num_samples=samples)
     train_loader = DataLoader(train, batch, sampler=sampler, **options)
+    eval_batch = args.per_device_eval_batch_size * devices
     return train_loader, DataLoader(test, eval_batch, **options)
 
 
@@ -247,14 +254,15 @@ def parse_args():
     add("--per_device_eval_batch_size", type=positive_int, default=1000, help="per batch")
     add("--learning_rate", type=positive_float, default=0.005, help="peak of a one-cycle schedule")
     add("--weight_decay", type=share, default=0.01, help="for AdamW")
-    add("--logging_steps", type=positive_int, default=50, help="log and obey signals every N steps")
+    add("--logging_steps", type=positive_int, default=50, help="log the loss every N steps")
     return parser.parse_args()
 
 
 # -------- Everything below is identical in both scripts, and a test compares them: change both.
 
-VERSION = "0.7.0"  # CHANGELOG.md says what changed
+VERSION = "0.8.0"  # CHANGELOG.md says what changed
 CHECKPOINT = "step_" + "[0-9]" * 8  # other folders are not checkpoints
+ORDERS_PER_SEED = 10_000  # epoch 1 of seed 0 must not have the order of epoch 0 of seed 1
 
 
 def number(kind, lowest, highest, text):
@@ -279,7 +287,7 @@ def add_common_args(parser):
     add = parser.add_argument
     add("--prepare_data_only", action="store_true", help="download and check data, then stop")
     add("--max_train_steps", type=positive_int, help="optimizer steps; overrides --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, help="None: the launcher's, or 1")
+    add("--gradient_accumulation_steps", type=positive_int, help="None: 1, or DeepSpeed's setting")
     add("--max_grad_norm", type=positive_float, help="clip each step's gradients to this norm")
     add("--dropout", type=share, default=0.1, help="share of activations set to 0")
     add("--seed", type=non_negative_int, default=0, help="for weights, sample order and dropout")
@@ -321,13 +329,20 @@ def connect_ranks():
     if env.get("LOCAL_RANK", "-1") == "-1" and (several or "MASTER_ADDR" in env):
         advice = "launch with ddp.yaml, or unset WORLD_SIZE, MASTER_ADDR and SLURM_STEP_NUM_TASKS"
         abort(f"each process would train alone: {advice}")
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # DeepSpeed's 1 counts GPUs that torch cannot use
+    if torch.cuda.device_count() and not torch.cuda.is_available():
+        # Each rank says so, before others wait for it.
+        where = f"torch {torch.__version__} cannot use the GPU of {os.uname().nodename}"
+        sys.exit(f"error: {where}: is its driver too old?")
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
     if ranks > len(cores):
         say(f"warning: {ranks} ranks share {len(cores)} core(s): is OMP_PROC_BIND set?")
+    patience = timedelta(minutes=30)  # rank 0 may download for longer than NCCL's 10 minutes
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
-        return PartialState()
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.15 would plan anew for each width
+        return PartialState(timeout=patience)
     if 1 < ranks <= len(cores):  # each rank is faster on its own cores
         os.sched_setaffinity(0, cores[int(env["LOCAL_RANK"]) :: ranks])
     env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns about a missing GPU
@@ -336,11 +351,10 @@ def connect_ranks():
 
         # DeepSpeed 0.19.8 would compile this op for 20 seconds, and write into the user's home.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)
+    backend = "gloo" if fsdp or zero else None
+    state = PartialState(cpu=not backend, backend=backend, timeout=patience)
     if fsdp:  # accelerate 1.15 needs this on CPUs
         state.distributed_type = utils.DistributedType.MULTI_GPU
-    if torch.cuda.device_count():
-        abort(f"torch {torch.__version__} cannot use the GPU here: is its driver too old?")
     return state
 
 
@@ -351,16 +365,17 @@ def make_accelerator(args):
     if dp:
         del os.environ["ACCELERATE_DYNAMO_MODE"]
     if utils.parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
-        abort("fsdp_version must be 2: write it into the YAML, or set FSDP_VERSION=2")
+        abort("fsdp_version must be 2: convert the YAML with `accelerate to-fsdp2`")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 never train a new head
     if args.resume and not args.output_dir:
         abort("--resume needs --output_dir")
     name = Path(__file__).stem.removeprefix("train_")
     folder = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
     folder = args.output_dir = utils.broadcast_object_list([folder])[0]  # rank 0's
+    order_seed = args.seed * ORDERS_PER_SEED  # accelerate adds the epoch
     accelerator = Accelerator(
         dataloader_config=utils.DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
+            split_batches=True, use_seedable_sampler=True, data_seed=order_seed, non_blocking=True
         ),
         kwargs_handlers=[utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         log_with=args.report_to if args.with_tracking else None,
@@ -408,8 +423,7 @@ def configure_deepspeed(accelerator, args):
 
 def describe_run(accelerator, strategy, args):
     """The first fields of run.json. Call this before the model exists: it measures the memory."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
+    reset_peak_memory()
     devices = accelerator.num_processes
     if strategy == "dp":  # one process uses all visible GPUs
         devices = max(1, torch.cuda.device_count())
@@ -418,16 +432,19 @@ def describe_run(accelerator, strategy, args):
     if torch.cuda.is_available():
         device_name = torch.cuda.get_device_name()
     options = {}
-    if strategy.startswith("zero"):  # DeepSpeed's JSON, minus duplicates
+    if strategy.startswith("zero"):  # DeepSpeed's JSON
         options = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
-        elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
-        for name in [*elsewhere, "train_batch_size", "train_micro_batch_size_per_gpu"]:
-            options.pop(name, None)
         options |= options.pop("zero_optimization")
     prefixes = {"fsdp": "FSDP_", "hsdp": ("FSDP_", "PARALLELISM_CONFIG_")}
     for name, value in os.environ.items():
         if name.startswith(prefixes.get(strategy, ())):
             options[re.sub("FSDP_|PARALLELISM_CONFIG_", "", name).lower()] = value
+    elsewhere = ["gradient_accumulation_steps", "gradient_clipping", "steps_per_print"]
+    elsewhere += ["train_batch_size", "train_micro_batch_size_per_gpu"]
+    without_effect = ["sharding_strategy", "backward_prefetch", "forward_prefetch"]  # in FSDP2
+    without_effect += ["use_orig_params", "sync_module_states"]
+    for name in elsewhere + without_effect:
+        options.pop(name, None)
     dynamo = accelerator.state.dynamo_plugin.backend.value.lower()
     compute = {"precision": accelerator.mixed_precision, "dynamo": dynamo}
     names = ["num_epochs", "max_train_steps", "max_grad_norm", "seed", "dropout"]
@@ -466,10 +483,10 @@ def settings(run):
 
 
 def open_folder(accelerator, args, run):
-    """Lock OUTPUT_DIR. Returns its newest checkpoint, "completed", or None. A collective."""
+    """Lock OUTPUT_DIR. Returns its newest checkpoint, or ends a completed run. A collective."""
     folder = Path(args.output_dir)
     locked = True
-    checkpoint = status = None
+    checkpoint, status, steps = None, None, 0
     if accelerator.is_main_process:  # other nodes may see an older state
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
@@ -481,7 +498,8 @@ def open_folder(accelerator, args, run):
             say(f"warning: cannot lock {folder} ({problem.strerror}): start only one run in it")
         checkpoint = max(map(str, folder.glob(f"checkpoints/{CHECKPOINT}")), default=None)
         if (folder / "run.json").exists():
-            status = json.loads((folder / "run.json").read_bytes())["status"]
+            record = json.loads((folder / "run.json").read_bytes())
+            status, steps = record["status"], record["steps"]
     locked, checkpoint, status = utils.broadcast_object_list([locked, checkpoint, status])
     if not locked:
         abort(f"another run is writing into {folder}: wait for it, or change --output_dir")
@@ -495,9 +513,14 @@ def open_folder(accelerator, args, run):
         for name in now | before:
             if before.get(name) != now.get(name):
                 abort(f"cannot resume with another {name}: {before.get(name)} -> {now.get(name)}")
+    if status == "completed":
+        say(f"{folder} is a completed run already: see its run.json")
+        sys.exit()
+    if steps and not checkpoint:
+        say(f"warning: {folder} had {steps:,} steps, but has no checkpoint: starting at step 0")
     if accelerator.is_main_process:
         shutil.rmtree(folder / "checkpoints" / "partial", ignore_errors=True)  # of a killed run
-    return "completed" if status == "completed" else checkpoint
+    return checkpoint
 
 
 def load_checkpoint(accelerator, checkpoint):
@@ -537,6 +560,18 @@ def watch_signals():
     return signals
 
 
+def listen(accelerator, signals, losses, began, step):
+    """Return whether any rank got a signal to stop, and the step at which to listen again: in 10 s,
+    at the pace of the steps since `began`. A collective.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # it may be seconds behind
+    steps = len(losses) / accelerator.gradient_accumulation_steps
+    answers = utils.gather_object([(bool(signals), (time.perf_counter() - began) / steps)])
+    slowest = max(seconds for _, seconds in answers)
+    return any(stops for stops, _ in answers), step + max(1, int(10 / slowest))
+
+
 def log_step(accelerator, losses, rate, norm, began, progress, steps):
     """Read the losses of the micro-batches since `began`, and log the last step. A collective."""
     means = torch.stack(losses).view(-1, accelerator.gradient_accumulation_steps).mean(1)
@@ -547,7 +582,7 @@ def log_step(accelerator, losses, rate, norm, began, progress, steps):
     progress.losses += itertools.takewhile(math.isfinite, means)
     if not progress.evaluations:  # evaluation may need more than training
         progress.peak_memory = peak_memory()
-    values = {"loss": means[-1], "learning_rate": rate}
+    values = {"loss": means[-1], "learning_rate": rate, "steps_per_second": progress.rates[-1]}
     if norm is not None:
         values["gradient_norm"] = float(norm)
     accelerator.log(values, progress.step)
@@ -584,12 +619,13 @@ def save_checkpoint(accelerator, run, progress):
 
 
 def save_model(accelerator, model, folder):
-    """Save the weights in fp32, gathered from all ranks. A collective."""
-    weights = accelerator.get_state_dict(model)
+    """Save the weights as fp32, gathered from all ranks. ZeRO in bf16 rounds them. A collective."""
+    weights = accelerator.get_state_dict(model, unwrap=False)  # unwrapping imports DeepSpeed
     if accelerator.is_main_process:
-        # torch.compile adds this prefix.
-        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
-        weights = {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
+        # torch.compile, DDP and DataParallel add these prefixes.
+        names = [name.replace("_orig_mod.", "").removeprefix("module.") for name in weights]
+        tensors = [weight.float().cpu().contiguous() for weight in weights.values()]
+        weights = dict(zip(names, tensors, strict=True))
         os.makedirs(folder, exist_ok=True)
         write_file(f"{folder}/model.safetensors", safetensors.torch.save(weights, {"format": "pt"}))
 
@@ -607,6 +643,14 @@ def peak_memory():
         return torch.cuda.max_memory_allocated() / 1e6
     sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(sizes[0]) * 1024 / 1e6
+
+
+def reset_peak_memory():
+    """Forget the peak memory until now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
 
 
 def write_record(accelerator, run, progress, status):
@@ -658,7 +702,10 @@ def say(line):
 
 def abort(message):
     """End the run with one line. All ranks call it, and rank 0 prints."""
-    sys.exit(f"error: {message}" if os.environ.get("RANK", "0") == "0" else 1)
+    if os.environ.get("RANK", "0") == "0":
+        sys.exit(f"error: {message}")
+    time.sleep(2)  # when a rank has failed, the launcher ends the others, rank 0 too
+    sys.exit(1)
 
 
 @errors.record  # for the launcher's summary of errors

@@ -2,13 +2,16 @@
 that a test asks for. It hooks into accelerate and torch, because the script may change.
 
 SPY_SCRIPT  the script's name without .py
-SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on
+SPY_DIR     every rank notes in SPY_DIR/ids_RANK.jsonl the samples of each micro-batch it trains on,
+            and fails if it has lost a setting that only a GPU would notice
 SPY_SIGNAL  "SIGKILL 1 30": rank 1 gets the signal before its micro-batch 30 (counted from 0);
             "SIGTERM all 30": every rank; "SIGTERM+SIGUSR1 1 30": two signals, one after the other
 SPY_EVAL    the same when an evaluation batch is read
 SPY_SAVE    "SIGKILL 2": rank 0 gets the signal in the second checkpoint, before it is complete
 SPY_NAN     "1 30": rank 1's loss is NaN on its micro-batch 30
-SPY_MEMORY  an evaluation needs this many MB more
+SPY_MEMORY  to prepare the loaders, and to evaluate, needs this many MB more
+SPY_DRIVER  "1": torch sees a GPU on rank 1, and cannot use it
+SPY_READS   notes in SPY_READS/reads_RANK.json what reads a tensor's values within steps
 SPY_SCORES  "0.5 0.9": the accuracies that the LSTM's evaluations find, each in one batch
 SPY_SHAPES  torch.compile gives up after this number of shapes, instead of 8
 SPY_BYTES   notes in SPY_DIR/bytes_RANK.json what a rank holds after the backward passes of step 3
@@ -20,18 +23,22 @@ SPY_PAUSE   and pauses for this many seconds after each
 """
 
 import collections
+import contextlib
 import importlib
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import accelerate.accelerator
+import accelerate.data_loader
 import torch
 from accelerate import Accelerator
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,8 +85,34 @@ def note(order, name, what):
     (Path(ORDERS[order]) / f"{name}_{RANK}.json").write_text(json.dumps(what))
 
 
-@instead(_MapDatasetFetcher, "fetch", "DIR", "EVAL")
+@instead(accelerate.data_loader, "send_to_device", "DIR")
+def send_to_device(original, batch, device, non_blocking=False):
+    """Copy a batch to the device. The script must not wait for the copy."""
+    assert non_blocking, "it would wait for each copy to a GPU"
+    return original(batch, device, non_blocking=True)
+
+
+@instead(torch.optim.AdamW, "__init__", "DIR")
+def make_adamw(original, self, *args, **options):
+    assert options["fused"], "it would start several kernels for each parameter"
+    original(self, *args, **options)
+
+
+@instead(DistributedDataParallel, "__init__", "DIR")
+def make_ddp(original, self, *args, **options):
+    assert options["gradient_as_bucket_view"], "it would hold the gradients twice"
+    original(self, *args, **options)
+
+
+@instead(torch.distributed, "init_process_group", "DIR")
+def connect(original, *args, **options):
+    assert options["timeout"].total_seconds() >= 1800, "it would not wait for a long download"
+    original(*args, **options)
+
+
+@instead(_MapDatasetFetcher, "fetch", "DIR", "EVAL", "READS")
 def fetch(original, self, ids):
+    reads.within_step = False
     if torch.is_grad_enabled():  # training, not evaluation
         FETCHED.append(ids)  # which is one batch ahead of what is trained on
     else:
@@ -108,6 +141,12 @@ def save_accelerator_state(original, *args, **options):
     if RANK == 0:
         obey("SAVE", COUNTS["saved"])
     return folder
+
+
+@instead(script, "make_loaders", "MEMORY")
+def make_loaders(original, *args):
+    besides = torch.ones(int(ORDERS["MEMORY"]) * 250_000)
+    return original(*args) if besides.all() else None
 
 
 @instead(Accelerator, "gather_for_metrics", "MEMORY", "SCORES")
@@ -142,6 +181,58 @@ def attention(original, *args, **options):
     return original(*args, **options)
 
 
+class Reads(TorchDispatchMode):
+    """Notes what reads a tensor's values within steps: on a GPU, it would wait for all kernels."""
+
+    NAMES = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}
+
+    def __init__(self):
+        super().__init__()
+        self.within_step, self.seen = False, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().removeprefix("aten::").split(".")[0]
+        if name in self.NAMES:
+            self.read(name)
+        return function(*args, **(kwargs or {}))
+
+    def read(self, name):
+        if self.within_step:
+            lines = [frame for frame in traceback.extract_stack() if "train_" in frame.filename]
+            self.seen.append(f"{name} in {lines[-1].line}")
+
+
+reads = Reads()
+
+
+@instead(torch.Tensor, "cpu", "READS")  # on a CPU, torch dispatches nothing for these two
+def cpu(original, self, *args, **options):
+    reads.read("cpu")
+    return original(self, *args, **options)
+
+
+@instead(torch.Tensor, "tolist", "READS")
+def tolist(original, self):
+    reads.read("tolist")
+    return original(self)
+
+
+@instead(Accelerator, "accumulate", "READS")
+def accumulate(original, *args):
+    reads.within_step = True
+    return original(*args)
+
+
+@instead(script, "log_step", "READS")
+def log_step(original, *args):
+    reads.within_step = False
+    COUNTS["logged"] += 1
+    note("READS", "reads", {"logs": COUNTS["logged"], "reads": reads.seen})
+    return original(*args)
+
+
+if ORDERS.get("DRIVER") == str(RANK):
+    torch.cuda.device_count = lambda: 1
 if "SHAPES" in ORDERS:
     importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
 
@@ -195,4 +286,5 @@ class Watch(StepWatch):
 if not ORDERS.keys().isdisjoint(("CALLS", "BYTES")):
     Watch().watch()
 if __name__ == "__main__":
-    script.cli()
+    with reads if "READS" in ORDERS else contextlib.nullcontext():
+        script.cli()

@@ -3,11 +3,13 @@
 import itertools
 import json
 import re
+import shutil
 from functools import cache
 
 import pytest
 import torch
 from conftest import ROOT, RUNGS, STRATEGIES, launch, spied
+from safetensors.torch import save_file
 from test_bert_data import options
 from test_mnist import RECORD
 from test_mnist_resume import assert_near, assert_same_end, ids_seen, samples_of_steps, slow
@@ -42,7 +44,9 @@ def predictions(result):
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    return spied("baseline", SCRIPT, tmp_path_factory.mktemp("baseline"), *flags(16))
+    """The loaders and the evaluations need 400 MB more than training."""
+    folder = tmp_path_factory.mktemp("baseline")
+    return spied("baseline", SCRIPT, folder, *flags(16), SPY_MEMORY="400")
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +118,12 @@ def test_saved_models_answer_the_same_when_transformers_loads_them(strategy, run
     assert len(questions) > 15
 
 
-def test_the_record_is_complete(runs):
+def test_the_record_is_complete(runs, baseline):
     result = runs("ddp")
     record = result.record
+    whole, part = baseline.record["ranks"][0], record["ranks"][0]
+    whole, part = (rank["peak_memory_mb"] - rank["memory_before_mb"] for rank in (whole, part))
+    assert whole < part + 200, "the peak of training alone"
     more = ["padding_share", "padded_tokens", "tokens", "tokens_per_second"]
     assert set(record) == {*RECORD, *more} and record["script"] == SCRIPT
     read = Record.model_validate_json((result.folder / "run.json").read_bytes())
@@ -145,6 +152,38 @@ def test_a_saved_model_is_evaluated_without_training(baseline, tmp_path):
     assert predictions(result) == predictions(baseline)
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["predictions.json", "run.json"]
     assert "epoch" not in result.out and "validation loss" in result.out
+
+
+def test_answers_belong_to_questions_not_to_ids(baseline, tmp_path):
+    """Some data sets number their questions in each paragraph. Scores do not depend on that."""
+    data = json.loads((ROOT / QUESTIONS).read_text())
+    paragraphs = [part for article in data["data"] for part in article["paragraphs"]]
+    for paragraph in paragraphs:
+        for number, question in enumerate(paragraph["qas"]):
+            question["id"] = number
+    (tmp_path / "own.json").write_text(json.dumps(data))
+    words = ["--model_name_or_path", baseline.folder, "--validation_file", tmp_path / "own.json"]
+    words += ["--max_seq_length", 128, "--doc_stride", 32, "--num_epochs", 0]
+    result = launch("baseline", SCRIPT, tmp_path / "run", *words)
+    assert result.record["metrics"] == pytest.approx(baseline.record["metrics"])
+    right = [*predictions(baseline).values()]
+    ids = [str(question["id"]) for part in paragraphs for question in part["qas"]]
+    assert predictions(result) == dict(zip(ids, right, strict=True)), "the last of each id"
+    line = f"warning: {132 - len(set(ids))} of 132 validation questions repeat an id: "
+    assert result.out.count(line) == 1
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(baseline, tmp_path):
+    """Here one weight of a saved model is NaN."""
+    model = tmp_path / "model"
+    shutil.copytree(baseline.folder, model)
+    weights = baseline.weights
+    weights["qa_outputs.weight"][0, 0] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    words = ["--model_name_or_path", model, "--validation_file", QUESTIONS, "--num_epochs", 0]
+    failed = launch("ddp", SCRIPT, tmp_path / "run", *words, "--max_eval_samples", 8, ok=False)
+    assert failed.error_line().startswith("error: the validation loss is not finite")
+    assert failed.record["status"] == "failed"
 
 
 def test_the_record_counts_tokens_and_padding(runs):
@@ -191,14 +230,19 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.canary
 @pytest.mark.slow
 def test_resume_after_sigkill_is_exact(undisturbed, tmp_path):
-    """Rank 1 is killed in step 18. MNIST's test of the same code covers more strategies."""
+    """A signal stops the run after its first step, between two logs. Then rank 1 is killed in step
+    18. MNIST's test of the same code covers more strategies.
+    """
     reference = undisturbed("fsdp")
     saving = [*flags(dropout=0.1), "--checkpointing_steps", 5]
-    killed = spied("fsdp", SCRIPT, tmp_path, *saving, ok=False, SPY_SIGNAL="SIGKILL 1 17")
+    stopped = spied("fsdp", SCRIPT, tmp_path, *saving, SPY_SIGNAL="SIGTERM 1 0")
+    assert (stopped.record["status"], stopped.record["steps"]) == ("preempted", 1)
+    saving.append("--resume")
+    killed = spied("fsdp", SCRIPT, tmp_path, *saving, ok=False, SPY_SIGNAL="SIGKILL 1 16")
     assert killed.code != 0 and killed.record["status"] == "running"
     for file in tmp_path.glob("ids_*"):
         file.unlink()
-    resumed = spied("fsdp", SCRIPT, tmp_path, *saving, "--resume")
+    resumed = spied("fsdp", SCRIPT, tmp_path, *saving)
     assert resumed.record["resumed_from"].endswith("step_00000015")  # in the second epoch
     whole = samples_of_steps(reference.folder, 2, GLOBAL_BATCH)
     assert torch.equal(samples_of_steps(tmp_path, 2, GLOBAL_BATCH), whole[15:])
@@ -278,3 +322,5 @@ def test_a_pretrained_encoder_with_a_new_head_trains_the_same(tmp_path):
         result = train(strategy, 8)
         assert_near(result, baseline, rel=1e-5, atol=1e-4, leave_out=NO_GRADIENT)
         assert predictions(result) == predictions(baseline), strategy
+        saved = BertConfig.from_pretrained(result.folder)
+        assert saved.architectures == ["BertForQuestionAnswering"], "not the encoder's"

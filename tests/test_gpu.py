@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import statistics
 import sys
 
 import isolated
@@ -35,6 +36,7 @@ CASES = [
 ]
 TABLE = "| script | strategy | processes | precision | losses differ by | peak MB | formula | on |"
 TABLE += "\n|---|---|---|---|---|---|---|---|"
+WIDTHS = "| tokens/s with many widths | with one | ratio |\n|---|---|---|"
 LINK = "| link of two GPUs | GB/s of all-reduce | latency in us |\n|---|---|---|"
 
 
@@ -120,6 +122,39 @@ def test_bf16_runs_save_the_same_names_and_dtypes_under_every_strategy(script, t
     weights = [train(script, yaml, 1, "bf16").weights for yaml in yamls]
     kinds = [{name: weight.dtype for name, weight in saved.items()} for saved in weights]
     assert all(kind == kinds[0] for kind in kinds)
+
+
+def write_questions(file, lengths):
+    """Write questions about texts of so many words."""
+    answers = {"answers": [{"text": "a", "answer_start": 0}], "question": "a"}
+    texts = [" ".join(["a"] * length) for length in lengths]
+    paragraphs = [
+        {"context": text, "qas": [answers | {"id": str(number)}]}
+        for number, text in enumerate(texts)
+    ]
+    file.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+
+
+def test_many_widths_are_about_as_fast_as_one(gpus, model, tmp_path, say_row):
+    """With BERT-base in bf16. cuDNN's attention would make a plan for each new width."""
+    many = [128 + 240 * number // 1023 for number in range(1024)]  # 17 widths in 32 steps
+    speeds = []
+    for name, lengths in (("many", many), ("one", [248] * 1024)):
+        file, folder = tmp_path / f"{name}.json", tmp_path / name
+        write_questions(file, lengths[:: 32 if CPU else 1])
+        words = [*ACCELERATE, "--config_file", "accelerate_configs/baseline.yaml"]
+        words += ["--mixed_precision", "bf16", "train_bert_squad.py", "--model_name_or_path", model]
+        words += ["--from_scratch", "--train_file", file, "--validation_file", file]
+        words += ["--max_eval_samples", 8, "--num_epochs", 1, "--logging_steps", 1]
+        words += ["--per_device_train_batch_size", 1 if CPU else 32, "--output_dir", folder]
+        done = run([*map(str, words)], folder, {VISIBLE: gpus[0]})
+        assert done.code == 0, done.err
+        rates = done.record["steps_per_second"][4:]  # after the warm-up
+        tokens = done.record["tokens"] / done.record["steps"]
+        speeds.append(tokens * statistics.harmonic_mean(rates))
+    ratio = speeds[0] / speeds[1]
+    say_row(WIDTHS, [*(f"{speed:,.0f}" for speed in speeds), f"{ratio:.2f}"])
+    assert CPU or ratio >= 0.8
 
 
 def test_the_link_of_two_gpus(gpus, tmp_path, say_row):

@@ -176,6 +176,17 @@ def test_a_bug_in_a_copied_script_is_shown_once(tmp_path):
     assert before_the_summary.count(f'mine.py", line {number}, in main') == 1
 
 
+def test_other_ranks_leave_after_rank_0_has_printed_its_error(monkeypatch):
+    """A launcher ends all ranks when the first one fails."""
+    naps = []
+    monkeypatch.setattr(script.time, "sleep", naps.append)
+    for rank, end in (("0", "error: it is wrong"), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as left:
+            script.abort("it is wrong")
+        assert left.value.code == end and bool(naps) == (rank != "0")
+
+
 def test_the_models_own_folder_is_refused_and_a_tilde_is_expanded(monkeypatch):
     monkeypatch.chdir(ROOT)
     model = ["--model_name_or_path", "tests/data/tiny_bert", "--output_dir"]

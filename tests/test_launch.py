@@ -2,6 +2,7 @@
 warm.py) must train as the launcher's do.
 """
 
+import re
 import shutil
 
 import pytest
@@ -28,9 +29,12 @@ def test_yaml_and_script_copied_to_another_folder(yaml, tests, ranks, tmp_path):
     flags = [*tests.flags(tests.GLOBAL_BATCH // ranks), "--output_dir", "run"]
     words = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--main_process_port", "0"]
     words += [tests.SCRIPT, *flags]
-    result = run(["env", "-C", str(tmp_path), *ACCELERATE, *words], tmp_path / "run")
+    place = ["env", "-C", str(tmp_path)]
+    result = run([*place, *ACCELERATE, *words], tmp_path / "run", {"PYTHONPROFILEIMPORTTIME": "1"})
     if result.code:
-        raise RunFailed(result.err)
+        raise RunFailed(re.sub("import time: .*\n", "", result.err))
+    imported = set(re.findall(r"^import time:.*\| +(\w+)$", result.err, re.M))
+    assert "torch" in imported and ("deepspeed" in imported) == yaml.startswith("zero")
     record = result.record
     assert record["strategy"] == yaml and record["status"] == "completed"
     assert record["processes"] == record["devices"] == len(record["ranks"]) == ranks

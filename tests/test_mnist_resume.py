@@ -5,10 +5,13 @@ import os
 import re
 import shutil
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import launch, spied
+
+import train_mnist_rnn as script
 
 SCRIPT = "train_mnist_rnn.py"
 # 1,437 training digits in global batches of 64: 22 steps an epoch, 44 in all; checkpoints at 7, 14,
@@ -100,14 +103,16 @@ def test_resume_after_sigkill_is_exact(strategy, spy, step, undisturbed, tmp_pat
 @pytest.mark.parametrize(
     "strategy, spy, step",
     [
-        ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 4),  # several in the first step
+        ("ddp", {"SPY_SIGNAL": "SIGTERM+SIGUSR1+SIGTERM 1 0"}, 1),  # several in the first step
         ("ddp", {"SPY_SIGNAL": "SIGINT all 29"}, 32),  # Ctrl-C: all processes in a terminal get it
         ("ddp", {"SPY_EVAL": "SIGTERM 1 1"}, 22),  # in the evaluation
         pytest.param("zero3", {"SPY_SAVE": "SIGTERM 2"}, 16, marks=SLOW),  # while 0 saves step 14
     ],
 )
 def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, tmp_path):
-    """The run stops at the next log, or within an evaluation, which has several batches here."""
+    """The run stops after its first step, at the next log, or within an evaluation, which has
+    several batches here.
+    """
     small = ["--per_device_eval_batch_size", 50]
     stopped = spied(strategy, SCRIPT, tmp_path, *FLAGS, *small, **spy)
     record = stopped.record
@@ -119,6 +124,32 @@ def test_a_signal_at_any_moment_costs_no_step(strategy, spy, step, undisturbed, 
     resumed = spied(strategy, SCRIPT, tmp_path, *FLAGS, "--resume")
     assert resumed.record["resumed_from"].endswith(f"step_{step:08d}")
     assert_same_end(resumed, undisturbed(strategy))
+
+
+def test_where_steps_are_slow_ranks_listen_within_20_seconds(monkeypatch):
+    """All ranks at the same step: the slowest rank's pace decides, with what its GPU has to do."""
+    clock = [99.4]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.append(100.0))
+    monkeypatch.setattr(script.time, "perf_counter", lambda: clock[-1])
+    accelerator = SimpleNamespace(gradient_accumulation_steps=2)
+    for other_ranks, step in ((0.1, 53), (1.0, 13), (2.5, 7), (60.0, 4)):
+        others = [(False, other_ranks)]
+        monkeypatch.setattr(script.utils, "gather_object", lambda own, others=others: own + others)
+        heard = script.listen(accelerator, [], [0.0] * 6, 99.4, 3)  # 0.2 s for each of 3 steps
+        assert heard == (False, step)
+        assert script.listen(accelerator, [True], [0.0] * 6, 99.4, 3)[0] is True
+
+
+@SLOW
+def test_a_signal_is_heard_long_before_the_next_log(undisturbed, tmp_path):
+    """A step takes 6 seconds, so ranks listen after each."""
+    spy = {"SPY_SIGNAL": "SIGTERM 1 1", "SPY_STEPS": str(tmp_path / "steps"), "SPY_PAUSE": "6"}
+    words = [*FLAGS, "--logging_steps", 1000, "--checkpointing_steps", 1000]
+    stopped = spied("ddp", SCRIPT, tmp_path, *words, **spy)
+    record = stopped.record
+    assert (record["status"], record["steps"], len(stopped.losses)) == ("preempted", 2, 2)
+    assert_same_end(spied("ddp", SCRIPT, tmp_path, *words, "--resume"), undisturbed("ddp"))
 
 
 # -------- checkpoints
@@ -202,6 +233,17 @@ def test_the_record_and_the_checkpoints_both_know_the_settings(lost, undisturbed
     words = [*FLAGS, "--resume", "--learning_rate", 0.01]
     line = launch("ddp", SCRIPT, folder, *words, ok=False).error_line()
     assert "cannot resume with another learning_rate: 0.005 -> 0.01" in line
+
+
+def test_lost_checkpoints_are_a_warning(undisturbed, tmp_path):
+    """--resume starts again, and says so."""
+    folder = killed_at_its_end(undisturbed("ddp"), tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "run.json").write_text(json.dumps(undisturbed("ddp").record | {"status": "failed"}))
+    again = launch("ddp", SCRIPT, folder, *FLAGS, "--resume")
+    line = f"warning: {folder} had 44 steps, but has no checkpoint: starting at step 0"
+    assert again.out.splitlines().count(line) == 1
+    assert_same_end(again, undisturbed("ddp"))
 
 
 def test_a_completed_run_stays_as_it_is(undisturbed):

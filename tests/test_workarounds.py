@@ -8,8 +8,10 @@ fails if a release has fixed the library: remove the line and the program.
 import importlib.metadata
 import os
 import stat
+import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +19,15 @@ import pytest
 import torch
 import warm
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
@@ -100,6 +107,14 @@ def epoch_of_a_skipped_loader():
     rest.set_epoch(3)
     list(rest)
     return 3 not in epochs
+
+
+@workaround("accelerate", "batches._non_blocking = True")
+def copies_of_a_skipped_loader():
+    """What skip_first_batches returns waits for each copy to the device."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    loader = accelerator.prepare(DataLoader(range(16), 2))
+    return loader._non_blocking and not accelerator.skip_first_batches(loader, 2)._non_blocking
 
 
 @workaround("accelerate", "accelerator.step = 0")
@@ -226,13 +241,6 @@ def offloading_pins_memory():
     return fails(lambda: fully_shard(nn.Linear(4, 4), offload_policy=policy), "RuntimeError")
 
 
-@workaround("torch", 'config.architectures = ["BertForQuestionAnswering"]', ranks=1)
-def fsdp_renames_classes():
-    """FSDP2 changes the class of a module that it shards."""
-    torch.distributed.init_process_group("gloo")
-    return type(fully_shard(nn.Linear(4, 4))).__name__ != "Linear"
-
-
 # -------- DeepSpeed
 
 
@@ -273,6 +281,16 @@ def deepspeed_compiles_on_a_cpu():
     import deepspeed.ops
 
     return deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is True
+
+
+@workaround("deepspeed", 'env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"')
+def deepspeed_asks_the_driver_alone():
+    """DeepSpeed makes torch count GPUs that the driver has, whether torch can use them or not."""
+    ask = "import os, deepspeed; print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
+    environment = {**os.environ}
+    environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    words = [sys.executable, "-c", ask]
+    return subprocess.check_output(words, env=environment, text=True).split()[-1] == "1"
 
 
 @workaround("deepspeed", 'env.setdefault("DS_ACCELERATOR", "cpu")')
@@ -367,6 +385,24 @@ def flattened_weights_leave_fsdp():
             optimizer.step()
         outputs.append(output.detach())
     return not torch.allclose(*outputs)
+
+
+@workaround("torch", "enable_cudnn_sdp(False)", gpu=True)
+def cudnn_plans_for_each_width():
+    """cuDNN's attention takes many times as long when it first meets a width."""
+
+    def attend(width):
+        states = torch.randn(8, 12, width, 64, device="cuda", dtype=torch.bfloat16)
+        mask = torch.ones(8, 1, 1, width, device="cuda", dtype=torch.bool)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=mask)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    attend(128)
+    return statistics.median(attend(width) / attend(width) for width in range(136, 264, 8)) > 5
 
 
 @workaround("torch", "torch.autocast(rows.device.type, enabled=False)", gpu=True)

@@ -131,6 +131,15 @@ FSDP_2 = FSDP | {
     "fsdp_reshard_after_forward": True,
     "fsdp_cpu_ram_efficient_loading": False,
 }
+# Of FSDP1: they have no effect any more, as the scripts turn the last one off.
+OLD = {
+    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": False,
+    "fsdp_use_orig_params": True,
+    "fsdp_sync_module_states": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+}
 MASKS = FSDP_2 | {"fsdp_activation_checkpointing": True}
 NORM = 0.05  # Most gradients of the LSTM are longer.
 JSON = {"zero_optimization": {"stage": 1}} | dict.fromkeys(AUTO, "auto")
@@ -167,7 +176,7 @@ def baseline(tmp_path_factory):
     [
         ("ddp", None, "MULTI_GPU", {}),
         ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2}),
-        ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2 | {"fsdp_cpu_ram_efficient_loading": True}}),
+        ("fsdp", None, "FSDP", {"fsdp_config": FSDP_2 | OLD}),
         ("zero1", NORM, "DEEPSPEED", zero(1, gradient_clipping=NORM)),
         ("zero2", None, "DEEPSPEED", zero(2)),
         ("zero3", NORM, "DEEPSPEED", zero(3, gradient_clipping=NORM)),
@@ -184,6 +193,8 @@ def test_settings_of_a_yaml_take_effect_and_are_recorded(
     assert record["strategy"] == strategy and record["workload"]["max_grad_norm"] == clipped
     assert record["gradient_accumulation_steps"] == 1
     options = record["strategy_options"]
+    without_effect = {name.removeprefix("fsdp_") for name in OLD} - {"cpu_ram_efficient_loading"}
+    assert without_effect.isdisjoint(options)
     assert options.get("cpu_ram_efficient_loading", "false") == "false"
     assert options.get("memory_breakdown") == settings.get("memory_breakdown")
     clip = ["--max_grad_norm", NORM] if clipped else []
@@ -233,7 +244,7 @@ BF16, FP16 = ["--mixed_precision", "bf16"], ["--mixed_precision", "fp16"]
         ("NO", DP, BF16, [], "in fp16 instead of bf16: use ddp.yaml"),
         ("FSDP", {"fsdp_config": FSDP_2}, FP16, [], "fp16 needs a GPU"),
         ("DEEPSPEED", JSON | {"fp16": {"enabled": True}}, [], [], "fp16 needs a GPU"),
-        ("FSDP", {"fsdp_config": FSDP_1}, [], [], "fsdp_version must be 2"),
+        ("FSDP", {"fsdp_config": FSDP_1}, [], [], "must be 2: convert the YAML with `accelerate"),
         ("FSDP", {"fsdp_config": MASKS}, [], ["--dropout", 0.1], "needs --dropout 0"),
     ],
 )
