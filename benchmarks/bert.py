@@ -141,7 +141,7 @@ def train_by_script(args, batch, compiled):
         seconds = run["steps"] * batch / run["samples_per_second"]
     return {
         "rate": run["steps"] * batch / seconds,
-        "late": statistics.harmonic_mean(rates[len(rates) // 2 :]) * batch,  # of each 10 steps
+        "late": statistics.harmonic_mean(rates[len(rates) // 2 :]) * batch,  # a rate per log
         "places": run["tokens"] / (1 - run["padding_share"]) / seconds,
         "memory": run["ranks"][0]["peak_memory_mb"],
         "record": run,

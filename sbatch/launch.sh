@@ -41,7 +41,7 @@ for flag in "${launcher_flags[@]}"; do
             fail "${flag%%=*} comes from what Slurm granted:" \
                 "ask sbatch for it, with --nodes and --gres" ;;
         __gradient_accumulation_steps*) # accelerate hands it to DeepSpeed's ranks only
-            grep -q "^distributed_type: *['\"]\?DEEPSPEED" <<<"$settings" ||
+            grep -Eq "^distributed_type: *['\"]?DEEPSPEED" <<<"$settings" ||
                 fail "${flag%%=*} has no effect before the script under $config: write it after" ;;
     esac
 done

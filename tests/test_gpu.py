@@ -125,7 +125,7 @@ def test_bf16_runs_save_the_same_names_and_dtypes_under_every_strategy(script, t
 
 
 def write_questions(file, lengths):
-    """Write questions about texts of so many words."""
+    """Write a SQuAD file. Each of its texts has one of these numbers of words."""
     answers = {"answers": [{"text": "a", "answer_start": 0}], "question": "a"}
     texts = [" ".join(["a"] * length) for length in lengths]
     paragraphs = [

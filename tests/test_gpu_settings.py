@@ -79,12 +79,9 @@ def test_the_peak_of_a_gpu_is_forgotten_before_training(gpu, monkeypatch):
 def test_dp_uses_all_gpus(gpu, monkeypatch):
     """The global batch counts each of them."""
     monkeypatch.setattr(sys, "argv", ["script", "--gradient_accumulation_steps", "1"])
-    for name, answer in {
-        "device_count": 4,
-        "get_device_name": "A",
-        "max_memory_allocated": 0,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     plugin = SimpleNamespace(backend=SimpleNamespace(value="NO"))
     state = SimpleNamespace(dynamo_plugin=plugin)

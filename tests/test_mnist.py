@@ -181,6 +181,7 @@ def test_one_line_for_bad_input(strategy, flags, message, tmp_path):
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, 0, "each process would train alone"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, 1, "each process would train alone"),
         ({"MASTER_ADDR": "127.0.0.1"}, 0, "each process would train alone"),
+        ({}, 2, "cannot use the GPU of .*: is its driver too old"),
     ],
 )
 def test_launches_that_would_not_do_what_was_asked(env, gpus, message, monkeypatch):

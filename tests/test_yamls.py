@@ -131,7 +131,7 @@ FSDP_2 = FSDP | {
     "fsdp_reshard_after_forward": True,
     "fsdp_cpu_ram_efficient_loading": False,
 }
-# Of FSDP1: they have no effect any more, as the scripts turn the last one off.
+# Keys of FSDP1 without effect in FSDP2, and one that the scripts turn off.
 OLD = {
     "fsdp_sharding_strategy": "SHARD_GRAD_OP",
     "fsdp_backward_prefetch": "BACKWARD_PRE",
