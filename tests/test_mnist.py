@@ -157,7 +157,7 @@ def test_repeats_with_other_seeds_have_other_orders(baseline, tmp_path):
     "strategy, flags, message",
     [
         ("baseline", "--checkpointing_steps 0", "--checkpointing_steps: 0 is not a whole number"),
-        ("baseline", "--learning_rate nan", "--learning_rate: nan is not a number between"),
+        ("baseline", "--learning_rate x", "--learning_rate: invalid float value: 'x'"),
         ("baseline", "--with_tracking --report_to wandb", "--report_to wandb is not installed"),
         ("baseline", "--seeds 1", "unrecognized arguments: --seeds 1"),
         ("baseline", "--resume", "--resume needs --output_dir"),
