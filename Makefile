@@ -52,7 +52,7 @@ train: setup  ## train an RNN on one device and under DDP, and compare: no downl
 	run=runs/train-$$(date +%Y%m%d-%H%M%S); \
 	$(LAUNCH)/baseline.yaml $(RNN) $$((32 * n)) --output_dir $$run/baseline; \
 	$(LAUNCH)/ddp.yaml --num_processes $$n $(RNN) 32 --output_dir $$run/ddp; \
-	$(BIN)/python docs/lab/compare.py $$run/baseline $$run/ddp; \
+	$(BIN)/python tools/compare.py $$run/baseline $$run/ddp; \
 	CUDA_VISIBLE_DEVICES= $(LAUNCH)/ddp.yaml docs/lab/crossover.py
 	@echo "docs/lab.md explains it."
 train-bert: setup  ## train a tiny BERT: no download, no GPU needed; FLAGS="..." adds flags
@@ -63,7 +63,7 @@ sweep: setup  ## time every strategy here with both scripts, without Slurm; SWEE
 		--dataset digits --num_epochs 30 $(FLAGS) || failed=1; \
 	sbatch/sweep.sh --local $(SWEEP) --output_dir $$to/bert $(TINY) \
 		--max_train_samples 112 --num_epochs 8 $(FLAGS) || failed=1; \
-	python report.py $$to && exit $$failed
+	python tools/report.py $$to && exit $$failed
 
 test: dev  ## the tests of the scripts, the YAMLs, the report and README; minutes
 	$(BIN)/python -m pytest -n 2

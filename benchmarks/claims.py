@@ -14,7 +14,7 @@ repeats alone, so it is taken from one report, and 20,000 others are compared wi
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import datetime, timedelta, timezone
 
-import side_by_side  # noqa: F401  It makes reporting importable.
+import side_by_side  # noqa: F401  It makes tools/ importable.
 import numpy as np
 
 from common.printing import markdown_table
@@ -85,7 +85,7 @@ def report_of(logs, order):
             began = start + timedelta(minutes=place)
             runs.append(Run("", {"script": "simulated"}, setting, figures=figures, began=began))
     [workload] = find_workloads(runs)
-    find_notes(workload, {})
+    find_notes(workload)
     return workload
 
 

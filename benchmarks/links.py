@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "sbatch")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "sbatch")]
 
 import laptop  # noqa: E402  in the folders above
 

@@ -13,4 +13,4 @@
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
 [ -f sbatch/launch.sh ] ||
     { echo "error: no sbatch/launch.sh in $PWD: submit from the project's root" >&2 && exit 1; }
-RECORD=check.json exec bash sbatch/launch.sh accelerate_configs/ddp.yaml check.py "$@"
+RECORD=check.json exec bash sbatch/launch.sh accelerate_configs/ddp.yaml tools/check.py "$@"

@@ -104,7 +104,7 @@ else
         fail "$sum: add --yes, or lower --repeats, --minutes or --shapes"
 fi
 # The plan, so that the report also shows what is missing.
-plan=$output_dir/sweep.csv report=(python report.py "$output_dir")
+plan=$output_dir/sweep.csv report=(python tools/report.py "$output_dir")
 mkdir -p "$output_dir" && echo "run,strategy,nodes,gpus_per_node,repeat,job" >"$plan" || exit 1
 [ -z "$local" ] || printf '%s,\n' "${cells[@]}" >>"$plan"
 # A site may set SBATCH_EXPORT=NONE, but a job needs the variables in front of its `sbatch`. No job

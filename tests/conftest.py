@@ -26,7 +26,7 @@ STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]  # what quick tests train with
 # The other YAMLs of two processes.
 RUNGS = [name for name in YAMLS if name not in ("baseline", "dp", "hsdp", *STRATEGIES)]
 # check.py measures less often in tests.
-QUICK_CHECK = (ROOT / "check.py").read_text().replace("SECONDS = 20,", "SECONDS = 3,")
+QUICK_CHECK = (ROOT / "tools" / "check.py").read_text().replace("SECONDS = 20,", "SECONDS = 3,")
 
 
 class RunFailed(Exception):

@@ -41,14 +41,14 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from planning.counting import count_held as bytes_held  # noqa: E402
-from planning.patches import StepWatch  # noqa: E402
+from memory.held import count_held as bytes_held  # noqa: E402
+from watching.collectives import Tally  # noqa: E402
+from watching.steps import StepWatch  # noqa: E402
 
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
@@ -237,41 +237,17 @@ if "SHAPES" in ORDERS:
     importlib.import_module("torch._dynamo").config.recompile_limit = int(ORDERS["SHAPES"])
 
 
-class Calls(TorchDispatchMode):
-    """Notes each collective, whether Python, DDP's reducer or FSDP calls it: its kind, the size of
-    its group, and the bytes of the whole tensor.
-    """
-
-    KINDS = {"reduce_scatter": 1, "all_gather": 0, "all_reduce": 0, "reduce": 0, "broadcast": 0}
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            name = function.name().removeprefix("c10d::").lstrip("_")
-            name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-            [kind, *_] = [kind for kind in self.KINDS if name.startswith(kind)] or [name]
-            whole = args[self.KINDS.get(kind, 0)]  # what is scattered, or is gathered into
-            size = sum(part.nbytes for part in tree_leaves(whole))
-            [group] = [arg for arg in args if isinstance(arg, torch.ScriptObject)][:1]
-            group = torch.distributed.ProcessGroup.unbox(group)
-            self.calls.append([kind, group.size(), size])
-        return function(*args, **(kwargs or {}))
-
-
 class Watch(StepWatch):
     """Notes what a rank holds and calls in steps."""
 
-    calls = Calls()
+    tally = Tally(per_node=1)
 
     def preparing(self, accelerator, model):
         self.sizes = [getattr(part, "ds_numel", part.numel()) for part in model.parameters()]
 
-    def begin(self):
+    def begin(self, model):
         if "CALLS" in ORDERS and 2 <= self.done < 5:
-            self.calls.__enter__()
+            self.tally.__enter__()
 
     def before_update(self, model, optimizer):
         if "BYTES" in ORDERS and self.done == 2:
@@ -279,8 +255,8 @@ class Watch(StepWatch):
 
     def end(self):
         if "CALLS" in ORDERS and 2 < self.done <= 5:
-            self.calls.__exit__(None, None, None)
-            note("CALLS", "calls", self.calls.calls)
+            self.tally.__exit__(None, None, None)
+            note("CALLS", "calls", self.tally.rows())
 
 
 if not ORDERS.keys().isdisjoint(("CALLS", "BYTES")):

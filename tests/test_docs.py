@@ -17,7 +17,7 @@ from test_setup import requirements
 
 import fit
 from benchmarks import versions
-from planning import memory
+from memory import formulas
 
 TOPS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 IMG = ROOT / "docs" / "img"
@@ -33,14 +33,22 @@ def test_flags_files_and_links_exist(page):
     """So do make's targets."""
     text = PAGES[page]
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
-    patterns = "*.py", "sbatch/*.*", "benchmarks/*.py", "docs/**/*.py", "docs/**/*.sh", "Makefile"
+    patterns = (
+        "*.py",
+        "tools/*.py",
+        "sbatch/*.*",
+        "benchmarks/*.py",
+        "docs/**/*.py",
+        "docs/**/*.sh",
+        "Makefile",
+    )
     programs = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
     known = {name for action in launch_command_parser()._actions for name in action.option_strings}
     known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", code)) <= known
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", code, re.M)) <= set(targets)
-    folders = "accelerate_configs|benchmarks|docs|notebooks|planning|reporting|sbatch|tests"
+    folders = "accelerate_configs|benchmarks|docs|notebooks|sbatch|tests|tools"
     for name in re.findall(rf"`((?:{folders})/[\w/.-]+)`", text):
         assert (ROOT / name).exists(), name
     for file, place in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
@@ -66,33 +74,33 @@ def value_of(cell, **names):
 
 def test_formulas_and_numbers_are_those_of_fit_and_of_dry_runs():
     """Bytes held, and those that BERT-base sends on eight devices; then both worked out."""
-    psi, counted = memory.count_parameters(fit.MODELS["bert-base"])[0], draw_scale.cells()
+    psi, counted = formulas.count_parameters(fit.MODELS["bert-base"])[0], draw_scale.cells()
     names = {"Ψ": psi, "g": max(1, 2 - 30e6 / psi)}
     for strategies, held, sent in rows_below("| strategy | held | sent |"):
         for strategy, n in itertools.product(strategies.split(", "), (2, 8)):
-            expected = sum(memory.bytes_of_parts(strategy, psi, n).values())
+            expected = sum(formulas.bytes_of_parts(strategy, psi, n).values())
             assert value_of(held, n=n, **names) == pytest.approx(expected), strategy
             if (strategy, n) in counted:
                 expected = counted[strategy, n]["inside"]
                 assert value_of(sent, n=n, **names) == pytest.approx(expected, rel=0.01), strategy
     for strategy, *numbers in rows_below("| strategy | held, 2 |"):
-        sizes = [sum(memory.bytes_of_parts(strategy, psi, n).values()) for n in (2, 8)]
+        sizes = [sum(formulas.bytes_of_parts(strategy, psi, n).values()) for n in (2, 8)]
         sizes += [counted[strategy, n]["inside"] for n in (2, 8)]
         assert numbers == [f"{size / 1e6:.0f}" for size in sizes], strategy
 
 
-@pytest.mark.parametrize("script", ["draw", "draw_scale", "draw_traces"])
+@pytest.mark.parametrize("script", ["img/draw", "img/draw_scale", "lab/draw_traces"])
 def test_pictures_of_data_are_those_that_their_programs_draw(script, tmp_path):
     words, kept = [tmp_path], IMG
-    if script == "draw_traces":
+    if script == "lab/draw_traces":
         words, kept = ["--to", tmp_path], IMG / "traces"
         shutil.copy(kept / "traces.json", tmp_path)
-    done = run([sys.executable, f"docs/img/{script}.py", *map(str, words)])
+    done = run([sys.executable, f"docs/{script}.py", *map(str, words)])
     assert done.code == 0, done.err
     drawn = sorted(tmp_path.glob("*.svg"))
     assert len(drawn) >= 2
     assert all(picture.read_text() == (kept / picture.name).read_text() for picture in drawn)
-    assert script != "draw_scale" or done.out.strip() in PAGES[ROOT / "docs" / "scale.md"]
+    assert script != "img/draw_scale" or done.out.strip() in PAGES[ROOT / "docs" / "scale.md"]
 
 
 def test_a_page_shows_each_picture_and_says_what_it_is():

@@ -1,14 +1,17 @@
 """dry_run.py: what it counts is what real ranks send and hold; its errors."""
 
 import json
-from collections import Counter
 
 import pytest
 import torch
-from conftest import BASELINE, RUNGS, STRATEGIES, launch, run_forked
+import torch.distributed as dist
+from conftest import BASELINE, ROOT, RUNGS, STRATEGIES, launch, run_forked
 from test_bert import TINY
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed import distributed_c10d
 
-from planning import counting, memory
+from memory import formulas
+from watching import collectives
 
 YAMLS = [*STRATEGIES, *RUNGS, "hsdp"]
 FEW = "--per_device_train_batch_size 2 --max_eval_samples 4".split()
@@ -16,12 +19,13 @@ SCRIPTS = {
     "mnist": ["train_mnist_rnn.py", "--dataset", "digits", "--per_device_train_batch_size", "8"],
     "bert": ["train_bert_squad.py", *TINY, *FEW],
 }
+OURS = ["--batch_flag", "per_device_train_batch_size=16"]
 SIZES = ["--parallelism_config_dp_replicate_size", "1"]  # HSDP of two ranks has one replica
 
 
 def dry_run(*words, folder=None, ok=True):
     """The Result of the tool, in a process that imports nothing, and what it wrote down."""
-    result = run_forked(BASELINE, ["dry_run.py", *map(str, words)], folder)
+    result = run_forked(BASELINE, ["tools/dry_run.py", *map(str, words)], folder)
     assert (result.code == 0) == ok, result.out + result.err
     return result
 
@@ -33,7 +37,8 @@ def count(folder, ranks, strategy, script, options=(), first=()):
     return json.loads((folder / "dry_run.json").read_text())
 
 
-CASES = [(name, *case) for name in YAMLS for case in (("bert", 2, "no"), ("mnist", 4, "no"))]
+CASES = [(name, "bert", 2, "no") for name in YAMLS]
+CASES += [(name, "mnist", 4, "no") for name in (*STRATEGIES, "hsdp")]
 CASES += [("fsdp", "bert", 2, "bf16"), ("hsdp", "bert", 4, "no")]
 QUICK = [("fsdp", "bert", 2, "no"), ("zero2", "mnist", 4, "no")]
 
@@ -53,19 +58,34 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
     words = [strategy, script[0], tmp_path / "run", *script[1:], "--max_train_steps", 5]
     launch(*words, processes=ranks, env=spy, launcher=options)
     dry = count(tmp_path / "dry", ranks, strategy, script, options=options)
-    calls, sizes = Counter(), Counter()
-    for kind, group, size in json.loads((tmp_path / "calls_0.json").read_text()):
-        calls[kind, group] += 1 / 3
-        sizes[kind, group] += size / 3
-    counted = {(row["kind"], row["group_size"]): row for row in dry["collectives"]}
-    assert {key: row["calls"] for key, row in counted.items()} == pytest.approx(dict(calls))
-    assert {key: row["bytes"] for key, row in counted.items()} == pytest.approx(dict(sizes))
+    steps = [
+        row | {name: row[name] / 3 for name in ("calls", "bytes")}
+        for row in json.loads((tmp_path / "calls_0.json").read_text())
+    ]
+    assert [row | {"nodes": row["group_size"]} for row in dry["collectives"]] == steps
     held = json.loads((tmp_path / "bytes_0.json").read_text())
     assert dry["parameters"] == sum(held.pop("sizes")) and dry["held_bytes"] == held
     if script[0] == "train_bert_squad.py" and strategy != "hsdp":
-        formula = memory.bytes_of_parts(strategy, dry["parameters"], ranks, precision)
+        formula = formulas.bytes_of_parts(strategy, dry["parameters"], ranks, precision)
         assert sum(held.values()) == pytest.approx(sum(formula.values()), rel=0.06)
     assert dry["micro_batches"] == 2 and not (tmp_path / "dry" / "run.json").exists()
+
+
+@pytest.mark.parametrize("tool", ["dry_run", "verify"])
+def test_a_script_in_another_folder_gets_its_own_modules(tool, tmp_path):
+    """Also those with the names of folders in tools/. The YAML of ZeRO finds its JSON."""
+    for name in ("common", "memory", "watching"):
+        (tmp_path / f"{name}.py").write_text("OWN = True\n")
+    imports = "import common, memory, watching\nassert common.OWN and memory.OWN and watching.OWN\n"
+    text = (ROOT / SCRIPTS["mnist"][0]).read_text()
+    (tmp_path / "mine.py").write_text(
+        text.replace("import argparse\n", f"import argparse\n{imports}")
+    )
+    yaml = f"{ROOT}/accelerate_configs/zero2.yaml"
+    words = {"dry_run": ["2", yaml], "verify": ["--steps", "3", *OURS, "--yaml", yaml]}[tool]
+    argv = [f"{ROOT}/tools/{tool}.py", *words, "mine.py", "--dataset", "digits"]
+    done = run_forked(["--config_file", f"{ROOT}/{BASELINE[1]}"], argv, root=tmp_path, alone=True)
+    assert done.code == 0 and (tmp_path / "runs").is_dir(), done.out + done.err
 
 
 def test_hsdp_counts_inside_nodes_and_between_them(tmp_path):
@@ -90,10 +110,14 @@ def test_the_peak_is_what_tensors_need_and_grows_with_the_batch(tmp_path):
 
 YAML = "accelerate_configs/ddp.yaml"
 WRONG = {
-    "ddp.yaml on one rank sends nothing": (1, YAML, "report.py"),
-    "baseline.yaml on one rank sends nothing": (2, "accelerate_configs/baseline.yaml", "report.py"),
-    "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, "report.py"),
-    "Makefile: accelerate launch cannot start this": (2, "Makefile", "report.py"),
+    "ddp.yaml on one rank sends nothing": (1, YAML, "train_mnist_rnn.py"),
+    "baseline.yaml on one rank sends nothing": (
+        2,
+        "accelerate_configs/baseline.yaml",
+        "train_mnist_rnn.py",
+    ),
+    "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, "train_mnist_rnn.py"),
+    "Makefile: accelerate launch cannot start this": (2, "Makefile", "train_mnist_rnn.py"),
     "the global batch (19998) is larger": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 
@@ -103,7 +127,35 @@ def test_what_is_wrong_is_one_line(words):
     assert words in dry_run(*WRONG[words], ok=False).error_line()
 
 
-def test_a_collective_that_cannot_be_counted_is_an_error():
-    group = counting.CountingGroup(0, [0, 1], counting.Tally(1))
-    with pytest.raises(RuntimeError, match="No backend type"):
-        group.scatter([torch.ones(1)], [[torch.ones(1)] * 2])
+def test_each_collective_counts_with_the_bytes_of_its_whole_tensor(monkeypatch):
+    """On rank 0 of 4, on two nodes. One that the tool does not know counts under torch's name."""
+    monkeypatch.setattr(dist, "init_process_group", dist.init_process_group)
+    monkeypatch.setattr(distributed_c10d, "init_process_group", distributed_c10d.init_process_group)
+    collectives.connect_to_nobody(4)
+    dist.init_process_group()
+    try:
+        pair = dist.new_group([0, 1])
+        part, whole = torch.ones(3), torch.ones(12)
+        with collectives.Tally(per_node=2) as tally:
+            dist.all_reduce(part)
+            dist.all_reduce(part, group=pair)
+            dist.all_gather([torch.ones(3) for _ in range(4)], part)
+            dist.all_gather_into_tensor(whole, part)
+            dist.reduce_scatter_tensor(part, whole)
+            dist.broadcast(part, 0)
+            dist.reduce(part, 0)
+            dist.barrier()
+            dist.all_to_all_single(whole, whole.clone())
+            functional_collectives.all_reduce(part, "sum", pair).sum()
+    finally:
+        dist.destroy_process_group()
+    assert tally.found == {
+        ("all_reduce", 4, 2): [1, 12],
+        ("all_reduce", 2, 1): [2, 24],
+        ("all_gather", 4, 2): [2, 96],
+        ("reduce_scatter", 4, 2): [1, 48],
+        ("broadcast", 4, 2): [1, 12],
+        ("reduce", 4, 2): [1, 12],
+        ("barrier", 4, 2): [1, 0],
+        ("alltoall_base", 4, 2): [1, 48],
+    }

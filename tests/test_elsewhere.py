@@ -51,10 +51,9 @@ def make_place(folder):
     Returns the checkout, and the words that run what follows there.
     """
     root, home, tmp = (folder / name for name in ("Übung 1", "home", "tmp"))
-    for name in ("accelerate_configs", "tests/data", "common", "planning", "reporting"):
+    for name in ("accelerate_configs", "tests/data", "tools"):
         shutil.copytree(ROOT / name, root / name)
-    for name in ("report.py", "train_bert_squad.py"):
-        shutil.copy(ROOT / name, root)
+    shutil.copy(ROOT / "train_bert_squad.py", root)
     home.mkdir(mode=0o555)
     tmp.mkdir()
     if not shutil.which("localedef"):
@@ -100,7 +99,7 @@ def test_the_same_run(outside, tmp_path):
     assert losses == pytest.approx(usual.losses, rel=1e-5)
     assert record["metrics"] == pytest.approx(usual.record["metrics"], rel=1e-5)
 
-    code, printed, problem = run_there(sys.executable, "report.py", work / "runs")
+    code, printed, problem = run_there(sys.executable, "tools/report.py", work / "runs")
     assert code == 0 and "Traceback" not in problem, printed + problem
     report = (work / "runs" / "report.md").read_text(encoding="utf-8")
     assert report in printed and report.count(f" {HOST} ") == 2

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fit
 import train_bert_squad
 from common.strategies import STRATEGIES
-from planning import memory
+from memory import formulas
 
 BASE, PSI = fit.MODELS["bert-base"], 108_893_186  # its parameters
 MEMORY = {"40GB": 40e9, "40 gb": 40e9, "16000MB": 16e9, "1TB": 1e12, "1.5GiB": 1.5 * 2**30}
@@ -53,7 +53,7 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
         for column, again in (("batch without AC", False), ("batch with AC", True)):
             batch, rest = int(row[column]), (384, 8, "bf16", again, True)
             fits, fails = (
-                memory.memory_of(name, BASE, size, *rest)["total"] <= 1800e6
+                formulas.memory_of(name, BASE, size, *rest)["total"] <= 1800e6
                 for size in (batch or 1, batch + 1)
             )
             assert fits == bool(batch) and not fails
@@ -61,7 +61,7 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
 
 def test_what_leaves_cuda_no_room_is_tight(fit_says):
     """The total of ZeRO-2, and 1 GB more for CUDA's context and workspaces."""
-    total = memory.memory_of("zero2", BASE, 4, 384, 2, "no", False, True)["total"]
+    total = formulas.memory_of("zero2", BASE, 4, 384, 2, "no", False, True)["total"]
     for more, expected in ((-1e6, "no"), (0, "tight"), (999e6, "tight"), (1e9, "yes")):
         rows, out = fit_says(f"{math.ceil(total + more) / 1e6:.6f}MB")
         assert rows["zero2"]["fits"] == expected
@@ -96,7 +96,7 @@ def test_parameters_are_those_of_transformers(name):
     heads = {"num_attention_heads": sizes["hidden_size"] // 16}
     with torch.device("meta"):
         model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes | heads))
-    total, embeddings, layer, _ = memory.count_parameters(sizes)
+    total, embeddings, layer, _ = formulas.count_parameters(sizes)
     parts = model, model.bert.embeddings, model.bert.encoder.layer[0]
     counted = [sum(weight.numel() for weight in part.parameters()) for part in parts]
     assert counted == [total, embeddings, layer] and (total == PSI or name == TINY)
@@ -149,7 +149,7 @@ def test_the_total_is_the_peak_of_a_step_of_bert_base(words, batch=8, width=384)
                 train_bert_squad.span_losses(logits, spans, spans).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    total = memory.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
+    total = formulas.memory_of(yaml, BASE, batch, width, 1, precision, bool(again))["total"]
     assert live.peak == pytest.approx(total, rel=0.1)
 
 
@@ -173,7 +173,7 @@ def test_gradients_under_zero2_are_those_that_dry_runs_count():
     cases = [(BASE, cell) for cell in draw_scale.KEPT if cell["strategy"] == "zero2"]
     cases.append((fit.read_model(TINY), {"devices": 8, "held_bytes": {"gradients": 438_272}}))
     for model, cell in cases:
-        parts = memory.memory_of("zero2", model, 1, 64, cell["devices"])
+        parts = formulas.memory_of("zero2", model, 1, 64, cell["devices"])
         assert parts["gradients"] == pytest.approx(cell["held_bytes"]["gradients"], rel=0.01)
 
 
@@ -236,7 +236,7 @@ def test_what_a_run_needs_that_died():
     """Its record has no peak. The formulas know all of a BERT, but not an LSTM's activations."""
     bert = {"layers": 12, "hidden_size": 768, "intermediate_size": 3072, "dropout": 0.0}
     held, tried, text = explained("ddp", work=bert, parameters=PSI, per_device_batch_size=4)
-    step = memory.memory_of("ddp", BASE, 4, 384, 4, "no", True)
+    step = formulas.memory_of("ddp", BASE, 4, 384, 4, "no", True)
     assert held["total"] == pytest.approx(7 + step["total"] / 1e6, abs=1)
     assert held["activations"] == round(step["activations"] / 1e6) and "wrote down no peak" in text
     assert "died in an evaluation" in text

@@ -11,7 +11,7 @@ BANNER = "\n# -------- Everything below is identical in both scripts"
 # Whose code each file is for.
 REQUIREMENTS = {
     "requirements.txt": "train_*",
-    "requirements-report.txt": "fit dry_run report planning/* reporting/* common/*",
+    "requirements-report.txt": "tools/* tools/*/*",
     "requirements-dev.txt": "tests/* benchmarks/*",
 }
 # Packages that no code imports: the file that calls each, and the words in it.

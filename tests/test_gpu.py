@@ -14,7 +14,7 @@ import pytest
 from conftest import ACCELERATE, ROOT, RUNGS, run
 
 import fit
-from planning.memory import memory_of
+from memory.formulas import memory_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 CPU = os.environ.get("GPU_TESTS") == "cpu"
@@ -160,7 +160,7 @@ def test_many_widths_are_about_as_fast_as_one(gpus, model, tmp_path, say_row):
 def test_the_link_of_two_gpus(gpus, tmp_path, say_row):
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 check.py".split()
+    words = "--config_file accelerate_configs/ddp.yaml --num_processes 2 tools/check.py".split()
     env = {VISIBLE: ",".join(gpus[:2])}
     done = run([*ACCELERATE, *words, "--output_dir", tmp_path], env=env)
     assert done.code == 0, done.err

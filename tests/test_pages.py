@@ -72,7 +72,7 @@ MEASURED = re.compile("|".join(MEASURED))
 FORKS = """#!/bin/bash -e
 case "${{0##*/}} $1" in
     "accelerate "*) shift ;;
-    "python dry_run.py" | "python verify.py" | "python docs/lab/single.py" | \\
+    "python tools/dry_run.py" | "python tools/verify.py" | "python docs/lab/single.py" | \\
     "python docs/lab/check_ex"*)
         set -- --config_file accelerate_configs/baseline.yaml "$@" ;;
     "python "*) exec "{1}" "$@" ;;
@@ -173,10 +173,11 @@ if {{"torch.distributed.run", "accelerate.commands.launch"}} & {{*sys.orig_argv[
 def place(tmp_path):
     """A folder with the project's files, and records as a sweep leaves them."""
     for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "runs", "docs", "check.py"):
+        if path.name not in (".git", ".venv", "runs", "docs", "tools"):
             (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "check.py").write_text(QUICK_CHECK)
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")  # A student changes files there.
+    for name in ("docs", "tools"):  # A student changes files in docs.
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "tools" / "check.py").write_text(QUICK_CHECK)
     records, archive = tmp_path / "records", "docs/results/report-cpu/records.tar.xz"
     shutil.unpack_archive(ROOT / archive, records, filter="data")
     for name in ("baseline-1x1-r1", "ddp-1x1-r1", "ddp-1x2-r1"):
@@ -318,9 +319,9 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     swept = run([*make, "train-bert", "sweep", *small], env={"PATH": path})
     assert swept.code == 0, swept.out + swept.err
     assert all(f"{name}/baseline-1x1-r1 |" in swept.out for name in ("mnist", "bert")), swept.out
-    reported = run(["env", "-C", place, sys.executable, "report.py", "runs/"])
+    reported = run(["env", "-C", place, sys.executable, "tools/report.py", "runs/"])
     assert "short: 3 steps are too few" in reported.out and "| bert_squad-20" in reported.out
-    fits = run([sys.executable, "fit.py", "6GB", "--model", "bert-large"]).out
+    fits = run([sys.executable, "tools/fit.py", "6GB", "--model", "bert-large"]).out
     said = {row[0]: row[-3] for row in rows_of(fits)}
     assert (said["ddp"], said["zero2"], said["fsdp"]) == ("no", "tight", "yes")
     batches = {row[0]: row[-2] for row in rows_of(fits)}

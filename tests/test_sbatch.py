@@ -65,8 +65,9 @@ def project(tmp_path_factory):
     configs = folder / "accelerate_configs"
     (configs / "ids.yaml").write_text((configs / "ddp.yaml").read_text() + "gpu_ids: '0,1'\n")
     (folder / "saves.py").write_text(SAVES)
-    (folder / "check.py").write_text(QUICK_CHECK)
-    (folder / "common").symlink_to(ROOT / "common")
+    (folder / "tools").mkdir()
+    (folder / "tools" / "check.py").write_text(QUICK_CHECK)
+    (folder / "tools" / "common").symlink_to(ROOT / "tools" / "common")
     with open(folder / "sbatch" / "site.sh", "a") as site:
         site.write("export FROM_THE_SITE_FILE=read_it$* MASTER_ADDR=${ADDRESS:-}\n")
         site.write("SRUN_OPTIONS=(--cpu-bind=none env FROM_SRUN='two words')\n")

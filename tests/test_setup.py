@@ -10,10 +10,9 @@ from packaging.requirements import Requirement
 
 import train_mnist_rnn
 
-TOOLS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*/*.py")]
+TOOLS = [path for name in ("tools", "benchmarks", "docs/*") for path in ROOT.glob(f"{name}/*.py")]
 # What a launcher starts or a student writes, and what needs no package.
-ALONE = """train_.* single faulty hanging unequal_.* troubleshooting
-    compare make_bert picture versions""".split()
+ALONE = "single faulty hanging unequal troubleshooting make_bert picture versions".split()
 TOOLS = sorted(tool for tool in TOOLS if not re.fullmatch("|".join(ALONE), tool.stem))
 INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 SCRIPTS = "-r requirements.txt -r requirements-report.txt"

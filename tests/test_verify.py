@@ -1,7 +1,7 @@
 """verify.py: what it says about right scripts, about one mistake each, and about bad input.
 
 tests/data/verify/ has the right scripts, and in mistakes.diff what each mistake changes in one.
-Four scripts with a mistake are in docs/lab/.
+docs/lab/unequal.py has four more.
 """
 
 import json
@@ -22,16 +22,8 @@ DIGITS = [str(ROOT / "train_mnist_rnn.py"), "--dataset", "digits", "--max_train_
 HERE = [str(ROOT / word) if word.startswith("tests/") else word for word in TINY]
 BERT = [str(ROOT / "train_bert_squad.py"), *HERE, "--max_train_steps", "12"]
 OURS = ["--batch_flag", "per_device_train_batch_size=16"]
-# A part of the first line about each mistake, and the YAMLs that show those that DDP hides.
-UNEQUAL = {
-    "unequal_1": "step 1: 14 of 16 samples differ from those on one process",
-    "unequal_2": "step 2: learning rate 0.00925 instead of 0.009625, it changes 2 times as fast",
-    "unequal_3": "with the same outputs: is it a mean over a count that differs between",
-    "unequal_4": "evaluation after step 12: 80 rows gathered instead of 75",
-}
-HIDDEN = {"seed_by_rank": "fsdp", "clipped_by_torch": "zero2"}
-QUICK = ["loader_not_prepared", "unequal_2", "unequal_3", "batchnorm"]
-QUICK += ["average_on_main", "unequal_4"]
+HIDDEN = {"seed_by_rank": "fsdp", "clipped_by_torch": "zero2"}  # by DDP; the YAML shows it
+QUICK = ["loader_not_prepared", "loss_sum", "batchnorm", "average_on_main", "metric_of_rank_0"]
 RIGHT = dict.fromkeys(["right", "right_accumulation", "right_iterable"], STRATEGIES)
 RIGHT |= {"right_trainer": STRATEGIES, "right_habits": ["ddp", "fsdp", "zero2"]}
 RIGHT |= {"right_two_optimizers": ["ddp", "fsdp"]}  # DeepSpeed trains one model.
@@ -50,7 +42,7 @@ def read_mistakes():
 MISTAKES = read_mistakes()
 RESUMES = [name for name in MISTAKES if name.startswith("resume")]
 OTHERS = [*RESUMES, "augmentation", "not_seeded", "model_not_seeded"]  # which have their own tests
-NAMED = [name for name in [*MISTAKES, *UNEQUAL] if name not in OTHERS]
+NAMED = [name for name in MISTAKES if name not in OTHERS]
 
 
 def write_script(name, folder):
@@ -67,7 +59,7 @@ def write_script(name, folder):
 
 def verify(tmp_path, *words, code=0):
     """The Result of the tool, which has to end with this exit code. It imports nothing."""
-    words = [str(ROOT / "verify.py"), *map(str, words)]
+    words = [str(ROOT / "tools" / "verify.py"), *map(str, words)]
     launcher = ["--config_file", str(ROOT / BASELINE[1])]
     result = run_forked(launcher, words, tmp_path / "runs" / "verify", root=tmp_path, alone=True)
     assert result.code == code, result.out + result.err
@@ -106,32 +98,31 @@ def test_right_scripts_are_the_same_everywhere(name, tmp_path):
 
 @pytest.mark.parametrize("name", slow_but(QUICK, NAMED))
 def test_the_first_line_names_the_mistake(name, tmp_path):
-    own = LAB / f"{name}.py" if name in UNEQUAL else write_script(name, tmp_path)
-    said = UNEQUAL[name] if name in UNEQUAL else MISTAKES[name][0]
-    words = [*yamls(HIDDEN.get(name, "ddp")), *BATCH, "--patience", 8, own]
+    said, script = MISTAKES[name][0], write_script(name, tmp_path)
+    words = [*yamls(HIDDEN.get(name, "ddp")), *BATCH, "--patience", 8, script]
     result = verify(tmp_path, *words, code=1)
     [column] = columns(result.folder).values()
     assert said in column["lines"][0], column["lines"]
     assert column["verdict"] == "differs" and column["lines"][0] in result.out
     if name == "fails_on_rank_1":
-        assert "Traceback" in result.out and "planning" not in result.out
+        assert "Traceback" in result.out and "watching" not in result.out
 
 
 @pytest.mark.slow
-def test_the_answers_of_exercise_15_mend_its_scripts(tmp_path):
+def test_exercise_15_shows_one_mistake_after_the_other(tmp_path):
+    """The first lines and the answers of its page, in their order."""
+    text, script = (LAB / "unequal.py").read_text(), tmp_path / "mended.py"
     page = (LAB / "15-verify.md").read_text()
-    mends = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", page)
-    assert len(mends) == 4
-    for number, (wrong, right) in enumerate(mends, 1):
-        text = (LAB / f"unequal_{number}.py").read_text()
+    answers = re.findall(r"^`(.*)`\n\n```diff\n-(.*)\n\+(.*)\n```", page, re.M)
+    assert len(answers) == 4
+    for said, wrong, right in answers:
+        script.write_text(text)
+        [column] = columns(verify(tmp_path, *yamls("ddp"), *BATCH, script, code=1).folder).values()
+        assert column["lines"][0].startswith(said), column["lines"]
         assert text.count(wrong) == 1
-        (tmp_path / "mended.py").write_text(text.replace(wrong, right))
-        verify(tmp_path, *yamls("ddp"), *BATCH, "mended.py")
-
-
-def test_the_page_of_results_names_every_mistake():
-    page = (ROOT / "docs" / "results" / "verify.md").read_text()
-    assert len(MISTAKES) == 25 and all(f"`{name}`" in page for name in [*MISTAKES, *UNEQUAL])
+        text = text.replace(wrong, right)
+    script.write_text(text)
+    verify(tmp_path, *yamls("ddp"), *BATCH, script)
 
 
 @pytest.mark.slow
@@ -166,7 +157,7 @@ def test_right_resumes_are_equal_to_the_last_bit(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [DIGITS, BERT], ids=["mnist", "bert"])
 def test_this_projects_scripts_train_the_same(script, tmp_path):
-    """With accumulation and clipping, the LSTM under all YAMLs; under HSDP; and in bf16."""
+    """With accumulation and clipping, the LSTM under all YAMLs; and under HSDP."""
     end = ["--output_dir", tmp_path / "runs"]
     names = [*STRATEGIES, *(["dp", *RUNGS] if script == DIGITS else [])]
     clip = ["--gradient_accumulation_steps", 3, "--max_grad_norm", 0.5]
@@ -174,13 +165,17 @@ def test_this_projects_scripts_train_the_same(script, tmp_path):
     assert list(found) == names
     assert all(float(one["cells"]["loss"].removeprefix("same, ")) < 1e-6 for one in found.values())
     verify(tmp_path, "--yaml", "hsdp", "--ranks", 4, *OURS, *script, *end)
+
+
+@pytest.mark.slow
+def test_runs_in_bf16_are_compared(tmp_path):
     halves = []
     for name in ("ddp", "fsdp"):
         text = (ROOT / f"accelerate_configs/{name}.yaml").read_text()
         halves.append(tmp_path / f"{name}_bf16.yaml")
         halves[-1].write_text(text.replace("mixed_precision: 'no'", "mixed_precision: bf16"))
         assert "bf16" in halves[-1].read_text()
-    verify(tmp_path, *yamls(*halves), *OURS, *script, *end)
+    verify(tmp_path, *yamls(*halves), *OURS, *DIGITS)
 
 
 ERRORS = {
@@ -224,7 +219,7 @@ def test_it_cannot_tell_if_noise_is_drawn_or_the_batch_is_not_divided(tmp_path):
 @pytest.mark.slow
 def test_ranks_end_with_the_tool(tmp_path):
     """Even if it is killed while they wait for each other."""
-    words = [sys.executable, ROOT / "verify.py", *yamls("ddp"), *BATCH]
+    words = [sys.executable, ROOT / "tools" / "verify.py", *yamls("ddp"), *BATCH]
     words += ["--patience", "100", write_script("gathered_on_main", tmp_path)]
     folder = tmp_path / "runs" / "verify" / "ddp"
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as tool:

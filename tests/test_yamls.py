@@ -101,15 +101,15 @@ def test_a_new_yaml_needs_no_other_edit(tmp_path):
         done = run_forked(words, argv, root=copy)
         assert done.code == 0, done.err
 
-    names = [row[0] for row in rows_of(run_there(sys.executable, "fit.py", "40GB"))]
+    names = [row[0] for row in rows_of(run_there(sys.executable, "tools/fit.py", "40GB"))]
     assert names[names.index("zero1") :][:3] == ["zero1", NEW, "zero2"]
-    train("baseline", "dry_run.py", "2", f"accelerate_configs/{NEW}.yaml", *BERT, "dry")
+    train("baseline", "tools/dry_run.py", "2", f"accelerate_configs/{NEW}.yaml", *BERT, "dry")
     dry = json.loads((copy / "dry" / "dry_run.json").read_text())
     assert sum(dry["held_bytes"].values()) == pytest.approx(12 * dry["parameters"], rel=0.06)
     assert f"\n{NEW}-2x2-r1\n" in run_there("sbatch/sweep.sh", "--dry_run", "--strategies", NEW)
     for name in ("zero2", NEW, "zero1"):
         train(name, *DIGITS, f"runs/{name}")
-    run_there(sys.executable, "report.py", "runs")
+    run_there(sys.executable, "tools/report.py", "runs")
     report = rows_of((copy / "runs" / "report.md").read_text().split("# Details")[0])
     assert [row[0] for row in report[1:]] == [
         f"{name} on 1 x 2" for name in ("ZeRO-1", "ZeRO-1 offload", "ZeRO-2")

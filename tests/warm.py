@@ -2,8 +2,8 @@
 
 `accelerate launch` takes 8 to 15 s on two cores. It spends nearly all of that importing torch,
 accelerate, transformers and DeepSpeed, in the launcher and again in each rank. A test of training
-need not wait for that: see planning/forking.py. tests/test_launch.py checks that both ways give the
-same numbers.
+need not wait for that: see tools/watching/launching.py. tests/test_launch.py checks that both ways
+give the same numbers.
 """
 
 import fcntl
@@ -16,11 +16,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
-from planning.forking import become, make_worlds, what_the_launcher_starts
+from watching.launching import become, make_worlds, what_the_launcher_starts
 
 # All that a script would import.
 IMPORTS = ["evaluate", "setuptools", "sklearn.datasets", "sklearn.model_selection"]
-IMPORTS += ["torchvision.datasets", "planning.libraries"]
+IMPORTS += ["torchvision.datasets", "watching.libraries"]
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 # A run of several ranks has the machine to itself. Its ranks wait for each other in each step, so
 # beside another run it may take ten times as long. All workers of one pytest lock this file.
@@ -34,7 +34,7 @@ def start_server():
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
-    own = {"PYTHONPATH": str(Path(__file__).parent.parent), "DS_ACCELERATOR": "cpu"}
+    own = {"PYTHONPATH": str(Path(__file__).parent.parent / "tools"), "DS_ACCELERATOR": "cpu"}
     with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context

@@ -13,9 +13,9 @@ from pathlib import Path
 from picture import BLUE, GREEN, LEFT, ORANGE, PINK, SKY, WIDTH, YELLOW, Picture
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 from fit import MODELS  # noqa: E402
-from planning import memory  # noqa: E402
+from memory import formulas  # noqa: E402
 
 GPUS = 4
 NAMES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
@@ -81,12 +81,12 @@ def moments(name, model, tokens):
     """[(units of time, its label, MB of each part in COLOURS)] of a step. The backward pass of a
     layer takes twice its forward pass, and the update as long as a backward pass.
     """
-    layers, hidden, inner = (model[size] for size in memory.SIZES[:3])
-    parameters, embeddings, _, _ = memory.count_parameters(model)
-    parts = memory.bytes_of_parts(name, parameters, GPUS)
-    whole, early = parts["gradients"], name in memory.EARLY
-    buffers, first, after = memory.bytes_of_buffers(name, model, GPUS)
-    layer = memory.bytes_of_activations(tokens, 1, hidden, inner)
+    layers, hidden, inner = (model[size] for size in formulas.SIZES[:3])
+    parameters, embeddings, _, _ = formulas.count_parameters(model)
+    parts = formulas.bytes_of_parts(name, parameters, GPUS)
+    whole, early = parts["gradients"], name in formulas.EARLY
+    buffers, first, after = formulas.bytes_of_buffers(name, model, GPUS)
+    layer = formulas.bytes_of_activations(tokens, 1, hidden, inner)
     outside = 8 * tokens * hidden  # what the embeddings and the head keep
     way = 4 * tokens * (hidden + inner)  # the activations' own gradients
     found = []
@@ -148,13 +148,13 @@ def draw_memory(picture):
 
 def draw_held(picture):
     """Returns where the picture ends."""
-    parameters = memory.count_parameters(MODELS["bert-large"])[0]
+    parameters = formulas.count_parameters(MODELS["bert-large"])[0]
     titles = {"baseline": "baseline", "dp": "DP, on GPU 0"} | NAMES
     colours = {"parameters": BLUE, "gradients": ORANGE, "states": GREEN}
     scale, y = 560 / (16 * parameters), 8
     for name, title in titles.items():
         picture.text(LEFT + 6, y + 23, title, "end", 16)
-        parts, x = memory.bytes_of_parts(name, parameters, GPUS), LEFT + 14
+        parts, x = formulas.bytes_of_parts(name, parameters, GPUS), LEFT + 14
         for part, colour in colours.items():
             picture.box(x, y, parts[part] * scale, 32, colour)
             x += parts[part] * scale

@@ -19,7 +19,7 @@ from pathlib import Path
 from picture import BLUE, GREEN, ORANGE, PINK, SKY, Picture
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 from common.facts import sent_share  # noqa: E402
 from fit import MODELS  # noqa: E402
 
@@ -111,7 +111,7 @@ def count(strategy, devices, folder, words):
     yaml = folder / yaml.name if strategy == OTHER else yaml
     nodes = max(1, devices // PER_NODE)
     out = folder / f"{strategy}-{devices}"
-    command = [sys.executable, "dry_run.py", "--nodes", nodes, devices, yaml]
+    command = [sys.executable, "tools/dry_run.py", "--nodes", nodes, devices, yaml]
     command += [*words, "--output_dir", out]
     print(f"{strategy} on {devices}", flush=True)
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)

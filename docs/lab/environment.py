@@ -1,10 +1,7 @@
-"""Importing this first ends a tool that is started without .venv, as common/__init__.py does."""
+"""Importing this first ends a tool that is started without .venv: see tools/common/__init__.py."""
 
 import sys
-from importlib.util import find_spec
+from pathlib import Path
 
-if not find_spec("torch"):
-    sys.exit(
-        "error: this Python lacks the project's packages: type `source .venv/bin/activate` first "
-        "(and before it `make setup`, if there is no .venv yet)"
-    )
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tools"))
+import common  # noqa: E402, F401

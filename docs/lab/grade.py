@@ -38,7 +38,8 @@ def place_for(student, folder, variants):
     """Copy docs/lab into the folder, with the single.py that this student had."""
     lab = folder / "docs" / "lab"
     shutil.copytree(HERE, lab)
-    (folder / "accelerate_configs").symlink_to(HERE.parent.parent / "accelerate_configs")
+    for name in ("accelerate_configs", "tools"):
+        (folder / name).symlink_to(HERE.parent.parent / name)
     if variants:
         text = (lab / "single.py").read_text()
         (lab / "single.py").write_text(variant_of(text, int(student.name[-3:])))

@@ -1,12 +1,13 @@
 """Count what a script would send and hold as one of N ranks, on a machine without N devices.
 
-    python dry_run.py 512 accelerate_configs/fsdp.yaml train_bert_squad.py --output_dir runs/dry
-    python dry_run.py --nodes 64 512 accelerate_configs/hsdp.yaml train_bert_squad.py
+    python tools/dry_run.py 512 accelerate_configs/fsdp.yaml train_bert_squad.py
+    python tools/dry_run.py --nodes 64 512 accelerate_configs/hsdp.yaml train_bert_squad.py
 
 The real script trains three steps as rank 0 of N, on the CPU. The tool counts the libraries'
 collectives instead of sending them. It prints those of a step, and what the rank holds before the
 update, and writes both to OUTPUT_DIR/dry_run.json. It saves no model, and the losses mean nothing.
-Put options of `accelerate launch`, such as --mixed_precision bf16, between the YAML and SCRIPT.
+Put options of `accelerate launch`, such as --mixed_precision bf16, between the YAML and SCRIPT. The
+script has to know --output_dir and --max_train_steps, as the two of this project do.
 """
 
 import argparse
@@ -20,17 +21,23 @@ import tempfile
 from pathlib import Path
 
 from common.printing import OneLineParser, markdown_table, stop, value_of
+from common.strategies import words_for
 
 # Before torch is imported: the CPU is the device.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # Otherwise torch's profiler warns that there is no GPU, and about tensors older than itself.
 os.environ |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
+from accelerate import Accelerator  # noqa: E402
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
-from torch.autograd.profiler import profile, record_function  # noqa: E402
+from accelerate.data_loader import DataLoaderShard  # noqa: E402
+from torch.autograd.profiler import record_function  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from planning import counting, patches  # noqa: E402
-from planning.forking import what_the_launcher_starts  # noqa: E402
+from memory import held  # noqa: E402
+from watching.collectives import Tally, connect_to_nobody  # noqa: E402
+from watching.launching import leave_room_for, what_the_launcher_starts  # noqa: E402
+from watching.steps import StepWatch  # noqa: E402
 
 # The first step sets up, the second rearranges DDP's buckets, and the third is counted.
 STEPS = 3
@@ -39,19 +46,16 @@ STEPS = 3
 def parse_args():
     """The tool's own options, N, the YAML, and the rest of the line as it is."""
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [--nodes M] N YAML [OPTION ...] SCRIPT [FLAG ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("ranks", type=int, metavar="N", help="the number of ranks; one of them trains")
     add("yaml", metavar="YAML", help="the strategy, one of accelerate_configs/")
     add("launch", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its flags")
-    add(
-        "--nodes",
-        type=int,
-        default=1,
-        metavar="M",
-        help="nodes of these ranks; HSDP has a replica on each",
-    )
+    nodes = "nodes of these ranks; HSDP has a replica on each"
+    add("--nodes", type=int, default=1, metavar="M", help=nodes)
     args = parser.parse_args()
     if args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--nodes {args.nodes} does not divide {args.ranks} ranks")
@@ -62,13 +66,13 @@ def become_rank_0(args):
     """Give this process the environment of rank 0 of the launch. Returns the script and its flags.
     HSDP has a replica on each of several nodes, unless the user's options say otherwise.
     """
-    words = ["--config_file", args.yaml, "--num_processes", str(args.ranks)]
-    words += ["--main_process_port", "0"]
+    words = ["--num_processes", str(args.ranks), "--main_process_port", "0"]
     if args.nodes > 1:
         words += ["--parallelism_config_dp_replicate_size", str(args.nodes)]
         words += ["--parallelism_config_dp_shard_size", str(args.ranks // args.nodes)]
     words += args.launch
     try:
+        words = words_for(Path(args.yaml)) + words
         number, environment = what_the_launcher_starts(words, dict(os.environ))
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own exception.
         stop(f"{args.yaml}: accelerate launch cannot start this: {problem!r}")
@@ -89,7 +93,7 @@ class Counted(BaseException):
     """The steps are done. No script catches this as an error, or as its own end."""
 
 
-class DryRun(patches.StepWatch):
+class DryRun(StepWatch):
     """Counts the last of STEPS steps: its collectives, and what this rank holds in it.
 
     The peak of the step is what the rank holds before the update, plus what torch's allocator had
@@ -99,7 +103,8 @@ class DryRun(patches.StepWatch):
     def __init__(self, tally):
         super().__init__()
         self.tally = tally
-        self.profiler = self.peak = None
+        self.records = False  # allocations
+        self.peak = None
 
     def preparing(self, accelerator, model):
         """Note the model's size."""
@@ -107,30 +112,50 @@ class DryRun(patches.StepWatch):
         weights = list(model.parameters())
         self.parameters = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
 
-    def begin(self):
-        self.tally.found.clear()
+    def begin(self, model):
+        # DDP needs the tally's answers in each step. Under ZeRO-3 on thousands of ranks, a step has
+        # millions of operators, and the tally would delay each of them.
+        reducer = any(isinstance(part, DistributedDataParallel) for part in model.modules())
+        if self.done == (0 if reducer else STEPS - 1):
+            self.tally.__enter__()
         if self.done == STEPS - 1:
+            self.tally.found.clear()
             with contextlib.suppress(RuntimeError):  # The script may use a profiler itself.
-                self.profiler = profile(profile_memory=True).__enter__()
+                held.record_allocations()
+                self.records = True
 
     def before_update(self, model, optimizer):
-        self.held = counting.count_held(model, optimizer)
-        with record_function(counting.UPDATE):
+        self.held = held.count_held(model, optimizer)
+        with record_function(held.REDUCED):
             pass
 
     def end(self):
         if self.done == STEPS:
-            self.collectives = self.tally.rows()
-            if self.profiler:
-                self.profiler.__exit__(None, None, None)
-                events = self.profiler.kineto_results.events()
-                self.peak = sum(self.held.values()) + counting.most_allocated(events)
+            self.tally.__exit__(None, None, None)
+            if self.records:
+                self.peak = sum(self.held.values()) + held.most_allocated()
             raise Counted
+
+
+def save_nothing(accelerator, output_dir=None, **options):
+    """In place of `Accelerator.save_state`, which would wait for the other ranks' shards. The
+    script may look for the folder.
+    """
+    if output_dir:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+
+
+def repeat_batches(loader, once=DataLoaderShard.__iter__):
+    """In place of a prepared loader's __iter__: its batches, STEPS times. Then a data set of one
+    batch is enough for all steps, and no evaluation comes between them.
+    """
+    for _ in range(STEPS):
+        yield from once(loader)
 
 
 def train(script, flags, dry):
     """Run the script as a program until `dry` has counted. If it ends before, stop."""
-    sys.path.insert(0, str(script.parent))
+    leave_room_for(script)
     sys.argv = [str(script), *flags]
     os._exit = sys.exit  # Scripts end like this on a CPU, but the tool has to go on.
     try:
@@ -141,6 +166,8 @@ def train(script, flags, dry):
     except SystemExit as end:
         if isinstance(end.code, str):
             stop(end.code)
+        if end.code:
+            raise  # argparse has said why
     stop(
         f"{script} ended after {dry.done} of {STEPS} training steps: a step needs a model and an "
         "optimizer from Accelerator.prepare"
@@ -167,10 +194,10 @@ def lines_of(found):
         numbers = [f"{row[name]:,}" for name in ("group_size", "nodes", "calls")]
         rows.append([row["kind"], *numbers, f"{row['bytes'] / 1e6:,.3f}"])
     yield markdown_table(rows, "right") + "\n"
-    held = found["held_bytes"]
+    parts = found["held_bytes"]
     if found["peak_bytes"] is not None:
-        held = held | {"peak": found["peak_bytes"]}
-    rows = [[HELD[name], f"{size / 1e6:,.3f}"] for name, size in held.items()]
+        parts = parts | {"peak": found["peak_bytes"]}
+    rows = [[HELD[name], f"{size / 1e6:,.3f}"] for name, size in parts.items()]
     yield markdown_table([["the rank holds", "MB"], *rows], "right")
 
 
@@ -179,12 +206,10 @@ def main():
     args = parse_args()
     argv = sys.argv[1:]
     script, flags = become_rank_0(args)
-    tally = counting.Tally(args.ranks // args.nodes)
-    counting.connect_counting_groups(args.ranks, tally)
-    dry = DryRun(tally)
+    connect_to_nobody(args.ranks)
+    dry = DryRun(Tally(args.ranks // args.nodes))
     dry.watch()
-    patches.save_nothing()
-    patches.repeat_batches(STEPS)
+    Accelerator.save_state, DataLoaderShard.__iter__ = save_nothing, repeat_batches
     with tempfile.TemporaryDirectory() as own:  # for run.json, which is not of a real run
         train(script, [*flags, "--output_dir", f"{own}/run", "--max_train_steps", "1000"], dry)
     found = {
@@ -196,7 +221,7 @@ def main():
         "micro_batches": dry.accelerator.gradient_accumulation_steps,
         "precision": dry.accelerator.mixed_precision,
         "parameters": dry.parameters,
-        "collectives": dry.collectives,
+        "collectives": dry.tally.rows(),
         "held_bytes": dry.held,
         "peak_bytes": dry.peak,
     }
@@ -212,4 +237,4 @@ if __name__ == "__main__":
     leave = os._exit
     main()
     sys.stdout.flush()
-    leave(0)  # Groups in Python do not survive an orderly end of torch 2.15.
+    leave(0)  # An orderly end takes 1.5 s longer: Python takes down all that the script imported.

@@ -1,7 +1,7 @@
 """Is the cluster ready? Shows hosts and devices, and measures how fast the ranks exchange data.
 
     sbatch sbatch/check.sh                                            # two nodes of a cluster
-    accelerate launch --config_file accelerate_configs/ddp.yaml check.py    # one machine
+    accelerate launch --config_file accelerate_configs/ddp.yaml tools/check.py    # one machine
 
 It writes OUTPUT_DIR/check.json: latency and bandwidth of each collective. The ranks use NCCL, or
 gloo without GPUs.

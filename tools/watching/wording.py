@@ -2,8 +2,9 @@
 
 import math
 
+from common.losses import gap
 from common.printing import listed
-from planning.comparing import EXPLAIN, relative
+from watching.differences import EXPLAIN
 
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
 SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients"}
@@ -73,9 +74,9 @@ def tell_rate(d):
     here, now = d.one["rate"][0], d.many["rate"][0]
     before = d.steps[d.step - 2]["rate"][0]
     seen = f"learning rate {now:.6g} instead of {here:.6g}"
-    if d.step == 1 and relative(now, here * d.ranks) < 1e-6:
+    if d.step == 1 and gap(now, here * d.ranks) < 1e-6:
         return f"{seen}, {d.ranks} times as large: is it multiplied by the number of processes?"
-    if d.step > 1 and here != before and relative(now - before, (here - before) * d.ranks) < 1e-3:
+    if d.step > 1 and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
         return (
             f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
             "(split_batches is off), so its length must be counted in those. Is it stepped twice?"
@@ -118,9 +119,9 @@ def tell_sum(d):
     if d.kind == "outputs":
         return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
     seen += f", {many / one if one else math.inf:.4g} times, with the same outputs"
-    if relative(many * d.ranks, one) < 1e-4:
+    if gap(many * d.ranks, one) < 1e-4:
         return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
-    if relative(many, one * d.ranks) < 1e-4:
+    if gap(many, one * d.ranks) < 1e-4:
         return f"{seen}: is a mean multiplied by the number of processes?"
     return (
         f"{seen}: is it a mean over a count that differs between ranks (tokens, weights, a "
@@ -135,7 +136,7 @@ def tell_grads(d):
         return f"{some(missing)}: there is no gradient on one side"
     seen = f"gradients of {len(names)} of {len(one)} tensors ({some(names)})"
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
-    if all(relative(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
+    if all(gap(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
         return (
             f"{seen} are {ratios[0]:.4g} times as large: is a sum over ranks or micro-batches "
             "taken where a mean is meant, or the loss divided once too often?"
@@ -179,7 +180,7 @@ def tell_resumed(d):
 
 
 def tell_evaluation(step, what, one, many):
-    """A line about an evaluation that differs, see comparing.compare_evaluations."""
+    """A line about an evaluation that differs, see differences.compare_evaluations."""
     sentence = {
         "missing": f"no rank reads {many} of {one} samples",
         "alone": f"rank 0 read {many} of {one} samples, and nothing was gathered: does the metric "

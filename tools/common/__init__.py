@@ -1,10 +1,13 @@
-"""What several folders need: the strategies, what a GPU can do, and printing.
+"""What several tools need: the strategies, facts about devices, a measure for losses, printing.
 
 The tools import it before any package, so it tells users who forgot to activate .venv.
 """
 
 import sys
 from importlib.util import find_spec
+
+# What reading a damaged file or record can raise.
+UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
 # Three packages of requirements-report.txt: without them, .venv is not active.
 if not all(map(find_spec, ("pydantic", "tabulate", "yaml"))):

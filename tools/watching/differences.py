@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from common.losses import gap
+
 # A difference counts if it is TIMES as large as that of the control, and larger than LEAST.
 TIMES = 30
 LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7}  # by precision
@@ -66,19 +68,10 @@ def merge_step(parts):
     return step
 
 
-def relative(a, b):
-    """How far two numbers are apart, relative to the larger one."""
-    if a is None or b is None:
-        return 0.0 if a is b else math.inf
-    if math.isnan(a) or math.isnan(b):
-        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-30) if a != b else 0.0
-
-
 def far(a, b, least):
     """How far two tensors are apart, relative to their norm, which counts as `least` or more."""
     if a is None or b is None or math.isnan(a[0] + b[0]):
-        return relative(a and a[0], b and b[0])
+        return gap(a and a[0], b and b[0])
     return max(abs(a[0] - b[0]), abs(a[1] - b[1])) / max(a[0], b[0], least, 1e-30)
 
 
@@ -93,10 +86,10 @@ def distances(a, b):
     """{(kind, tensor): how far step b is from step a}, in the order of the model's tensors. What is
     not a tensor has the name "".
     """
-    found = {("loss", ""): relative(a["loss"], b["loss"])}
+    found = {("loss", ""): gap(a["loss"], b["loss"])}
     for kind in ("inputs", "outputs"):  # Their sizes differ if the padding does.
         same_size = a[kind][1] == b[kind][1]
-        found[kind, ""] = relative(a[kind][0], b[kind][0]) if same_size else 0.0
+        found[kind, ""] = gap(a[kind][0], b[kind][0]) if same_size else 0.0
     # ZeRO-3 does not tell frozen weights.
     known = [name for name, two in a["weights"].items() if two and b["weights"].get(name)]
     weights = ({name: step["weights"][name] for name in known} for step in (a, b))
@@ -134,7 +127,7 @@ def differences(a, b, distance, limits, least):
     here = {kind: [name for k, name in far_off if k == kind] for kind, _ in far_off}
     if a["samples"] != b["samples"]:
         here["samples"] = []
-    if any(relative(*pair) > 1e-6 for pair in rates):
+    if any(gap(*pair) > 1e-6 for pair in rates):
         here["rate"] = []
     if b["apart"]:
         here["apart"] = []
@@ -180,7 +173,7 @@ def check_repeats(base, control):
         elif k == 0 and base[0]["precision"] == "no":
             if largest_of(distances(a, b))["weights"] > 1e-4:
                 different = "weights"
-            elif relative(a["loss"], b["loss"]) > 1e-3:
+            elif gap(a["loss"], b["loss"]) > 1e-3:
                 different = "losses"
         if different:
             raise CannotTellError(
@@ -238,10 +231,10 @@ def compare_printed(base, control, many, batch):
         same_lines = lines, again.get(text, []), other.get(text, [])
         for mine, twin, theirs in zip(*same_lines, strict=False):
             for a, b, c in zip(mine[1], twin[1], theirs[1], strict=True):
-                if relative(a, b) > 1e-4 or (a, c) in meant:
+                if gap(a, b) > 1e-4 or (a, c) in meant:
                     continue
                 compared += 1
-                if relative(a, c) > 1e-3:
+                if gap(a, c) > 1e-3:
                     return (theirs[0], mine[0]), compared
     return None, compared
 

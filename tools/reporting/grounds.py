@@ -8,11 +8,11 @@ independent. Each weakness has a code, which reporting/how-to-read.md explains.
 import itertools
 import math
 import statistics
-from datetime import datetime
 
 from scipy.stats import f as f_distribution
 from scipy.stats import ttest_ind
 
+from common.losses import DIFFERENT, gap
 from common.printing import listed
 from reporting.comparing import Cell, Workload, varies
 from reporting.records import Run
@@ -21,12 +21,11 @@ FEW_STEPS = 30  # fewer are too few to measure
 SLOW_STEPS = 0.1  # slow steps may take this share of the training
 OUTLIER = 0.25  # a repeat may take this much longer than the median
 FALSE_WARNINGS = 0.01  # the share of reports that warn although all cells or hosts are equal
-FAR = 0.1  # a last loss may differ from the baseline's by this share of its first loss
 SLOWER = 0.01  # slower hosts are named if they take this much longer
 
 
-def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
-    """Set the notes of each cell, {code: in words}; `twins` are those of `find_twins`."""
+def find_notes(workload: Workload) -> None:
+    """Set the notes of each cell, {code: in words}."""
     repeated = [cell for cell in workload.cells if len(cell.runs) > 1]
     equal = len(repeated) > 1 and not any(map(varies, repeated))
     scattered, out_of_turn = find_scattered(repeated), find_out_of_turn(workload)
@@ -45,7 +44,6 @@ def find_notes(workload: Workload, twins: dict[Run, str]) -> None:
             "spread": "repeats scatter more than the others'" if cell in scattered else "",
             "order": "not measured in turns" if cell in out_of_turn else "",
             "hosts": slow_hosts.get(cell, ""),
-            "twin": next((twins[run] for run in cell.runs if run in twins), ""),
             "over": f"efficiency of at least {over:.0%}" if over > 1 else "",
             "loss": wrong_loss(cell),
         }
@@ -105,22 +103,6 @@ def lie_apart(one: Cell, other: Cell) -> bool:
     return max(began) < min(since) or max(since) < min(began)
 
 
-def find_twins(runs: list[Run]) -> dict[Run, str]:
-    """Runs that began in the same second on the same host, each with a sentence that says so."""
-    places: dict[tuple[datetime, str], list[Run]] = {}
-    for run in runs:
-        if run.began:
-            second = run.began.replace(microsecond=0)
-            for host in {rank.host for rank in run.ranks}:
-                places.setdefault((second, host), []).append(run)
-    return {
-        run: f"{listed([one.name for one in twins])} began in the same second on {host}"
-        for (_, host), twins in places.items()
-        for run in twins
-        if len(twins) > 1
-    }
-
-
 def find_slow_hosts(workload: Workload) -> dict[Cell, str]:
     """Cells that took longer on one set of hosts than on another one, by t-tests of the logarithms
     with Bonferroni's correction. Each set needs two repeats. The words name the hosts that only one
@@ -171,6 +153,7 @@ def is_far(run: Run, base: Run) -> bool:
     is less, by half of what the baseline gained. Dropout's masks make smaller differences.
     """
     first, last, loss = base.figures.first_loss, base.figures.last_loss, run.figures.last_loss
-    if first is None or last is None or loss is None:
+    if not first or last is None or loss is None:
         return False
-    return abs(loss - last) > min(FAR * first, max((first - last) / 2, FAR * first / 10))
+    half = (first - last) / first / 2
+    return gap(loss, last, first) > min(DIFFERENT, max(half, DIFFERENT / 10))

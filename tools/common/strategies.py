@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from common.facts import UNREADABLE
+from common import UNREADABLE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # A record's `strategy`, in the order of tables, and its name in a report.
 FAMILIES = {"baseline": "baseline", "dp": "DP", "ddp": "DDP", "fsdp": "FSDP", "hsdp": "HSDP"}
 FAMILIES |= {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
@@ -37,6 +37,19 @@ def plain(value):
     return str(value.get("device") if isinstance(value, dict) else value).lower()
 
 
+def words_for(path):
+    """Words of `accelerate launch` for a YAML, which would find its JSON in one folder only. Raises
+    an error of UNREADABLE, or one of yaml.
+    """
+    words = ["--config_file", str(path)]
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    file = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    beside = path.resolve().parent.parent / str(file)
+    if file and not Path(file).is_file() and beside.is_file():
+        words += ["--deepspeed_config_file", str(beside)]
+    return words
+
+
 def read_strategy(path):
     """The Strategy of a YAML: sections 5.1 to 5.3 of ZeRO, https://arxiv.org/abs/1910.02054, and
     for the host ZeRO-Offload, https://arxiv.org/abs/2101.06840. DeepSpeed's ZeRO-1 shards the
@@ -46,7 +59,7 @@ def read_strategy(path):
     family = {"NO": "baseline", "FSDP": "fsdp"}.get(config["distributed_type"], "ddp")
     options = config.get("fsdp_config", {}) | config.get("parallelism_config", {})
     if config["distributed_type"] == "DEEPSPEED":
-        file = ROOT / config["deepspeed_config"]["deepspeed_config_file"]
+        file = path.parent.parent / config["deepspeed_config"]["deepspeed_config_file"]
         options = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
         family = f"zero{options['stage']}"
     elif "parallelism_config" in config:

@@ -1,14 +1,10 @@
-"""Patches of accelerate that tell when an unchanged script is in a training step, and that let a
-dry run train without data and disk.
-"""
+"""Patches of accelerate that tell when an unchanged script is in a training step."""
 
 import functools
 import types
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 
 
@@ -40,8 +36,8 @@ class StepWatch:
     def preparing(self, accelerator, model):
         """`Accelerator.prepare` is about to prepare a model."""
 
-    def begin(self):
-        """A step begins."""
+    def begin(self, model):
+        """A step begins with this model, as it was prepared."""
 
     def before_update(self, model, optimizer):
         """Gradients are reduced, and the optimizer comes next."""
@@ -75,10 +71,10 @@ class StepWatch:
         patch(Accelerator, "prepare", prepared)
         patch(Accelerator, "load_state", loaded)
 
-    def _forward(self, *_):
+    def _forward(self, model, _):
         if torch.is_grad_enabled() and not self.in_step:
             self.in_step = True
-            self.begin()
+            self.begin(model)
 
     def _follow(self, accelerator, model, optimizer):
         own_step = optimizer.step
@@ -104,27 +100,3 @@ class StepWatch:
         optimizer.step = types.MethodType(step, optimizer)  # A later schedule wraps a method.
         if engine:
             engine.step = engine_step
-
-
-def save_nothing():
-    """From now on `Accelerator.save_state` only makes the folder, which the script may look for.
-    Saving would wait for the other ranks' shards.
-    """
-
-    def save_state(accelerator, output_dir=None, **options):
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-
-    Accelerator.save_state = save_state
-
-
-def repeat_batches(times):
-    """From now on prepared loaders repeat their batches `times` times. Then a data set of one batch
-    is enough for all steps, and no evaluation comes between them.
-    """
-    once = DataLoaderShard.__iter__
-
-    def repeated(loader):
-        for _ in range(times):
-            yield from once(loader)
-
-    DataLoaderShard.__iter__ = repeated

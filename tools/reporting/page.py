@@ -212,20 +212,10 @@ def write_csv(path: Path, workloads: list[Workload]) -> None:
     """A row with plain numbers for each cell. Unknown values are blank."""
     rows = [plain_row(cell) for workload in workloads for cell in workload.cells]
     names = list(dict.fromkeys(name for row in rows for name in row)) or ["strategy"]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([harmless(name) for name in names])
-        writer.writerows([harmless(row.get(name)) for name in names] for row in rows)
-
-
-def harmless(value: Any) -> Any:
-    """A value that no spreadsheet takes for a formula.
-    https://owasp.org/www-community/attacks/CSV_Injection
-    """
-    if not isinstance(value, str):
-        return value
-    text = printable(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def plain_row(cell: Cell) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tools print and write: one line for an error, tables, files."""
+"""What the tools read from a command line, and how they print: errors, tables, lists."""
 
 import argparse
 import sys
@@ -64,10 +64,3 @@ def markdown_table(rows, align="left"):
     """Rows as a Markdown table. The first row is the header. The first column is always left."""
     sides = ["left"] + [align] * (len(rows[0]) - 1)
     return tabulate.tabulate(rows, "firstrow", "pipe", disable_numparse=True, colalign=sides)
-
-
-def own_file(path):
-    """A path to write to. A symbolic link there could lead out of the folder, so it is removed."""
-    if path.is_symlink():
-        path.unlink()
-    return path

@@ -1,8 +1,8 @@
 """Turn run records into a lab report: the time, speedup and efficiency of each strategy on each
 node shape, and which differences are more than chance.
 
-    python report.py runs/                    # every run.json below runs/
-    python report.py --times times.csv        # by hand: strategy,nodes,gpus_per_node,seconds
+    python tools/report.py runs/                    # every run.json below runs/
+    python tools/report.py --times times.csv        # by hand: strategy,nodes,gpus_per_node,seconds
 
 prints the report, and writes it as report.md, with report.csv and pictures (SVG), and as
 report.html, one file with the pictures inside. It reads the records that the training scripts
@@ -13,9 +13,9 @@ import csv
 import signal
 from pathlib import Path
 
-from common.printing import OneLineParser, own_file, printable, stop
+from common.printing import OneLineParser, printable, stop
 from reporting.comparing import find_workloads
-from reporting.grounds import find_notes, find_twins
+from reporting.grounds import find_notes
 from reporting.page import as_html, write_csv, write_page
 from reporting.pictures import draw_workload
 from reporting.records import read_runs
@@ -48,10 +48,10 @@ def write_report(args):
         by_hand, bad_rows = read_times(args.times)
         runs, notes = runs + by_hand, notes + bad_rows
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    workloads, twins = find_workloads(runs), find_twins(runs)
+    workloads = find_workloads(runs)
     pictures = []
     for number, workload in enumerate(workloads, 1):
-        find_notes(workload, twins)
+        find_notes(workload)
         suffix = f"-{number}" if len(workloads) > 1 else ""
         pictures.append(draw_workload(workload, args.output_dir, suffix))
     left_out = [
@@ -61,10 +61,10 @@ def write_report(args):
     ]
     text = write_page(workloads, pictures, left_out + notes)
     files = [file for of_workload in pictures for file in of_workload.values()]
-    own_file(args.output_dir / "report.md").write_text(text, encoding="utf-8")
-    write_csv(own_file(args.output_dir / "report.csv"), workloads)
+    (args.output_dir / "report.md").write_text(text, encoding="utf-8")
+    write_csv(args.output_dir / "report.csv", workloads)
     page = as_html(text, args.output_dir, files)
-    own_file(args.output_dir / "report.html").write_text(page, encoding="utf-8")
+    (args.output_dir / "report.html").write_text(page, encoding="utf-8")
     return text, bool(workloads)
 
 

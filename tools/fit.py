@@ -1,13 +1,14 @@
 """Does it fit? The memory of a device while BERT trains under each YAML, by formula, before a run.
-Given a run's record, `python fit.py RUN/run.json` says what used the memory, and what to try next.
+Given the record of a run, it says what used the memory, and what to try next.
 
-    python fit.py 40GB
-    python fit.py 80GB --model bert-large --num_processes 8 --mixed_precision bf16
-    python fit.py 16GB --per_device_train_batch_size 16 --activation_checkpointing
+    python tools/fit.py 40GB
+    python tools/fit.py 80GB --model bert-large --num_processes 8 --mixed_precision bf16
+    python tools/fit.py 16GB --per_device_train_batch_size 16 --activation_checkpointing
+    python tools/fit.py RUN/run.json
 
-These print a row for each YAML in accelerate_configs/: what each device holds in a step of
-train_bert_squad.py, what the host holds, and the largest micro-batch that fits. The formulas are
-in planning/memory.py. tests/test_fit.py checks them against counted tensors, on a CPU.
+The first three print a row for each YAML in accelerate_configs/: what each device holds in a step
+of train_bert_squad.py, what the host holds, and the largest micro-batch that fits. The formulas are
+in tools/memory/formulas.py. tests/test_fit.py checks them against counted tensors, on a CPU.
 
 Left out: the CUDA context and the libraries' workspaces (about 1 GB: a row that leaves less is
 "tight"), what the allocator rounds up, what attention keeps for itself, what DP needs to add up
@@ -22,10 +23,10 @@ import re
 import signal
 from pathlib import Path
 
-from common.facts import UNREADABLE
+from common import UNREADABLE
 from common.printing import OneLineParser, markdown_table, stop
 from common.strategies import STRATEGIES, name_yaml
-from planning.memory import SIZES, count_parameters, held_by_run, largest_batch, memory_of, rungs_of
+from memory.formulas import SIZES, count_parameters, held_by_run, largest_batch, memory_of, rungs_of
 
 CUDA = 1e9  # bytes: its context, and the libraries' workspaces
 MODELS = {

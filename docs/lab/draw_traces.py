@@ -1,9 +1,9 @@
 """Draw one step of profiled runs on CPUs as SVG, a picture per run:
 
-    python docs/img/draw_traces.py RUN ... --to FOLDER   # FOLDER/RUN.svg, from the runs' traces
-    python docs/img/draw_traces.py --shares RUN ...      # no picture: where the time of all 5 steps
+    python docs/lab/draw_traces.py RUN ... --to FOLDER   # FOLDER/RUN.svg, from the runs' traces
+    python docs/lab/draw_traces.py --shares RUN ...      # no picture: where the time of all 5 steps
                                                          # went, as a table
-    python docs/img/draw_traces.py                       # those in docs/img/traces again
+    python docs/lab/draw_traces.py                       # those in docs/img/traces again
 
 A RUN is the --output_dir of a run with --profile. FOLDER/traces.json keeps what is drawn: a few kB
 per run, where a trace has MB. A test holds the pictures in docs/img/traces to it.
@@ -15,9 +15,12 @@ import math
 import sys
 from pathlib import Path
 
-from picture import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture
+import environment  # noqa: F401  It makes tools/ importable.
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+IMAGES = Path(__file__).resolve().parents[1] / "img"
+sys.path.insert(1, str(IMAGES))
+from picture import GREEN, LEFT, ORANGE, PINK, RIGHT, SKY, WIDTH, YELLOW, Picture  # noqa: E402
+
 from common import printing  # noqa: E402
 
 COLOURS = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "all-gather": YELLOW}  # or PINK
@@ -364,7 +367,7 @@ def main():
     parser = argparse.ArgumentParser(description="Draw a step of profiled runs.")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs with --profile")
     folder = "the folder for the pictures and traces.json"
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "traces", help=folder)
+    parser.add_argument("--to", type=Path, default=IMAGES / "traces", help=folder)
     step = "which of the 5 traced steps (default: the one of median length)"
     parser.add_argument("--step", type=int, choices=range(1, 6), help=step)
     shares = "print where the time of all traced steps went"

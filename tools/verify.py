@@ -1,10 +1,11 @@
 """Does an Accelerate script train the same on many devices? If not, what differs first?
 
-    python verify.py my_script.py --its --flags
-    python verify.py --yaml ddp --yaml my.yaml --ranks 4 --steps 20 my_script.py
-    python verify.py --batch_flag per_device_train_batch_size=64 train_mnist_rnn.py --dataset digits
-    python verify.py --split my_script.py
-    python verify.py --resume="--resume" --kill_after 12 train_mnist_rnn.py \\
+    python tools/verify.py my_script.py --its --flags
+    python tools/verify.py --yaml ddp --yaml my.yaml --ranks 4 --steps 20 my_script.py
+    python tools/verify.py --batch_flag per_device_train_batch_size=64 train_mnist_rnn.py \\
+        --dataset digits
+    python tools/verify.py --split my_script.py
+    python tools/verify.py --resume="--resume" --kill_after 12 train_mnist_rnn.py \\
         --checkpointing_steps 10 --output_dir runs/v
 
 The unchanged script runs on one process, once more on one with first weights changed by a rounding
@@ -33,6 +34,7 @@ import sys
 from pathlib import Path
 
 from common.printing import OneLineParser, markdown_table, one_line, value_of
+from common.strategies import ROOT, words_for
 
 # Before torch is imported: the ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,11 +42,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
-from planning import comparing, wording  # noqa: E402
-from planning.comparing import CannotTellError  # noqa: E402
-from planning.forking import run_ranks  # noqa: E402
+from watching import differences, wording  # noqa: E402
+from watching.differences import CannotTellError  # noqa: E402
+from watching.launching import run_ranks  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 ROWS = {"samples": "samples", "rate": "learning rate", "loss": "loss", "grads": "gradients"}
@@ -66,9 +67,7 @@ def find_yaml(name):
     try:
         read_yaml(places[0])["distributed_type"]
     except (ValueError, TypeError, KeyError, yaml.YAMLError) as problem:
-        raise argparse.ArgumentTypeError(
-            f"{file} is not a YAML of accelerate: {problem!r}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{file} is not accelerate's: {problem!r}") from None
     return places[0]
 
 
@@ -131,11 +130,8 @@ class RunFailedError(Exception):
 
 def words_of(args, file, ranks, more, own):
     """The words of `accelerate launch`, and the script and its flags; `own` is its folder."""
-    words = ["--config_file", str(file), "--main_process_port", "0", "--num_processes", str(ranks)]
+    words = [*words_for(file), "--main_process_port", "0", "--num_processes", str(ranks)]
     words += ["--num_machines", "1", "--mixed_precision", args.precision]
-    deepspeed = (read_yaml(file).get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if deepspeed and not Path(deepspeed).is_file() and (ROOT / deepspeed).is_file():
-        words += ["--deepspeed_config_file", str(ROOT / deepspeed)]
     flags = [*args.flags, *more]
     if args.batch_name:
         flags += [f"--{args.batch_name}", str(args.batch // ranks)]
@@ -148,8 +144,8 @@ def words_of(args, file, ranks, more, own):
 
 
 def run(args, gpus, label, file, more=(), own=None, **options):
-    """What each rank found (see planning/watching.py), in a list. Raises RunFailedError."""
-    from planning.watching import watch_script
+    """What each rank found (see tools/watching/rank.py), in a list. Raises RunFailedError."""
+    from watching.rank import watch_script  # after main has hidden the GPUs
 
     print(f"running {label}", file=sys.stderr, flush=True)
     ranks = 1 if read_yaml(file).get("distributed_type") == "NO" else args.ranks
@@ -214,11 +210,11 @@ def compare_runs(base, control, many, batch):
     """A column of the table: {"cells": {row: cell}, "lines": [what differs, the cause first],
     "verdict"}.
     """
-    one, other = comparing.merge(base), comparing.merge(many)
-    comparing.check_batch(one, other)
+    one, other = differences.merge(base), differences.merge(many)
+    differences.check_batch(one, other)
     precision = base[0]["precision"]
-    limits = comparing.limits_of(one, comparing.merge(control), precision)
-    found, first, worst = comparing.compare(one, other, limits, comparing.LEAST[precision])
+    limits = differences.limits_of(one, differences.merge(control), precision)
+    found, first, worst = differences.compare(one, other, limits, differences.LEAST[precision])
     lines = wording.tell(found)
     if len(other) != len(one):
         why = "is the loader prepared" if len(other) > len(one) else "is the data divided twice"
@@ -226,8 +222,8 @@ def compare_runs(base, control, many, batch):
     cells = cells_of({"first": "first weights"} | ROWS, first, worst)
     printed, numbers = None, 0
     if precision == "no":  # In bf16 a metric jumps where one logit overtakes another.
-        printed, numbers = comparing.compare_printed(base, control, many, batch)
-    evaluated, rows = comparing.compare_evaluations(base, many, numbers and not printed)
+        printed, numbers = differences.compare_printed(base, control, many, batch)
+    evaluated, rows = differences.compare_evaluations(base, many, numbers and not printed)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
     if evaluated:
         cells["evaluated samples"] = f"step {evaluated[0]}"
@@ -252,9 +248,9 @@ def compare_resumed(launch, label, file, args):
         raise CannotTellError(f"the script {why}, so there is nothing to resume")
     more, left = args.resume.split(), args.steps - at
     resumed = launch(f"{label}-resumed", file, more, out, as_is=True, steps=left)
-    one, other = comparing.merge(whole), comparing.merge(resumed)
+    one, other = differences.merge(whole), differences.merge(resumed)
     limits = [{}] * len(other)  # every bit should be the same, but rounding is allowed
-    found, first, worst = comparing.compare(one, other, limits, comparing.LEAST["no"], at)
+    found, first, worst = differences.compare(one, other, limits, differences.LEAST["no"], at)
     lines = wording.tell(found, resumed=True)
     if not resumed[0]["loaded"]:
         lines.insert(0, "it did not resume: Accelerator.load_state was not called")
@@ -272,7 +268,7 @@ def verify(args, launch):
     if args.resume is None:
         base = launch("baseline", BASELINE)
         control = launch("control", BASELINE, moved=True)
-        comparing.check_repeats(base, control)
+        differences.check_repeats(base, control)
     else:
         yamls = {"baseline": BASELINE} | yamls
     for label, file in yamls.items():
@@ -298,7 +294,7 @@ def main():
     gpus = torch.cuda.device_count() >= args.ranks
     if not gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        import planning.libraries  # noqa: F401  for the forks
+        import watching.libraries  # noqa: F401  for the forks
     launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)

@@ -1,15 +1,16 @@
 """Compare two runs: how far do their losses differ, and what in their records explains it?
 
-python docs/lab/compare.py runs/lab/baseline runs/lab/ddp
+python tools/compare.py runs/lab/baseline runs/lab/ddp
 """
 
 import json
 import math
-import sys
 from pathlib import Path
 
-UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
-NOTABLE = 1e-5  # of a loss: in fp32, another order of adding changed less in every run of the lab
+from common import UNREADABLE
+from common.losses import ROUNDING, gap
+from common.printing import OneLineParser, stop
+
 # What a record says of the work, beside its `workload`: {name: in words}.
 WORK = {
     "global_batch_size": "global batch",
@@ -56,7 +57,7 @@ def read(folder):
     """The record of the run in this folder, and {step: loss}."""
     file = folder / "run.json"
     if not file.is_file():
-        sys.exit(f"error: there is no {file}: has this run begun?")
+        stop(f"there is no {file}: has this run begun?")
     try:
         record = json.loads(file.read_text())
         losses = {int(step): float(loss) for step, loss in record["loss_history"]}
@@ -65,13 +66,8 @@ def read(folder):
         for name in ("workload", "versions", "strategy_options"):
             record[name] = dict(record.get(name) or {})
     except UNREADABLE as problem:
-        sys.exit(f"error: {file} is not a record of a run: {type(problem).__name__}: {problem}")
+        stop(f"{file} is not a record of a run: {type(problem).__name__}: {problem}")
     return record, losses
-
-
-def gap(loss, other):
-    """How far two losses are apart, as a share of the first one, or of the other if that is 0."""
-    return abs(other - loss) / (abs(loss) or abs(other) or 1)
 
 
 def warn(name, record, losses):
@@ -145,16 +141,19 @@ def explain(one, two):
 
 
 def main():
-    folders = [Path(folder) for folder in sys.argv[1:]]
-    if len(folders) != 2:
-        sys.exit("error: name the folders of two runs")
+    parser = OneLineParser(description="How far do the losses of two runs differ, and why?")
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="an output directory")
+    folders = parser.parse_args().runs
     (one, losses), (two, others) = map(read, folders)
     first, second = [folder.resolve().name for folder in folders]
     timings = [warn(first, one, losses), warn(second, two, others)]
-    gaps = {step: gap(losses[step], others[step]) for step in losses if step in others}
-    gaps = {step: share for step, share in gaps.items() if math.isfinite(share)}
+    gaps = {
+        step: gap(loss, others[step], abs(loss))
+        for step, loss in losses.items()
+        if math.isfinite(loss) and math.isfinite(others.get(step, math.nan))
+    }
     if not gaps:
-        sys.exit(f"error: {first} and {second} have no finite loss of the same step")
+        stop(f"{first} and {second} have no finite loss of the same step")
     print(
         f"{first} and {second}: {one['steps']} and {two['steps']} steps, losses differ by at most "
         f"{max(gaps.values()):.1e} of their value{pace(one, two, second) if all(timings) else ''}"
@@ -164,12 +163,12 @@ def main():
         print("These differences can explain other losses:", *can, sep="\n  ")
     if cannot:
         print("These cannot, if the global batch is the same:", *cannot, sep="\n  ")
-    step = next((step for step, share in gaps.items() if share > NOTABLE), None)
+    step = next((step for step, share in gaps.items() if share > ROUNDING), None)
     if step is None:
-        print(f"No loss differs by more than {NOTABLE} of its value: the rest is rounding.")
+        print(f"No loss differs by more than {ROUNDING} of its value: the rest is rounding.")
         return
     print(
-        f"Step {step} is the first whose losses differ by more than {NOTABLE} of their value: "
+        f"Step {step} is the first whose losses differ by more than {ROUNDING} of their value: "
         f"{losses[step]:.6g} and {others[step]:.6g}."
     )
     if not can:

@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 
-from common.printing import own_file, printable
+from common.printing import printable
 from common.strategies import FAMILIES
 from reporting.comparing import Cell, Comparison, Workload, words_on
 
@@ -56,7 +56,7 @@ def draw_workload(workload: Workload, folder: Path, suffix: str) -> dict[str, st
         figure.set_figheight(4 + 0.1 * lines)
         figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
         files[name] = f"{name}{suffix}.svg"
-        figure.savefig(own_file(folder / files[name]), metadata=NO_METADATA)
+        figure.savefig(folder / files[name], metadata=NO_METADATA)
         pyplot.close(figure)
 
     kinds = {"efficiency": ("weak", "by_hand"), "efficiency-strong": ("strong",)}

@@ -41,12 +41,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
-from planning.patches import StepWatch, patch
+from watching.launching import leave_room_for
+from watching.steps import StepWatch, patch
 
 # How much rounding changes a weight, by precision. The control's first weights differ by this.
 MOVED = {"no": 1e-7, "bf16": 2**-9, "fp16": 2**-12, "fp8": 2**-9}
 EXIT = os._exit
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(StepWatch):
@@ -394,10 +394,7 @@ def watch_script(folder, gpus, options, script):
         reseed()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: end with the tool
-    for name in list(sys.modules):  # the script's folder may have modules of these names
-        if name.partition(".")[0] in ("common", "planning"):
-            del sys.modules[name]
-    sys.path[1:] = [path for path in sys.path[1:] if Path(path).resolve() != ROOT]
+    leave_room_for(script)
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.facts import UNREADABLE
+from common import UNREADABLE
 from common.printing import one_line
 from common.strategies import name_yaml
 from reporting.schema import PlannedRun, Rank, Record, find_contradiction

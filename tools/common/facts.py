@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
-
 
 def sent_share(collective: str, ranks: int) -> float:
     """The share of the whole tensor's bytes that a device sends, on average over the devices. In a
