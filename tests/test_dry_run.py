@@ -71,7 +71,7 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
     assert dry["micro_batches"] == 2 and not (tmp_path / "dry" / "run.json").exists()
 
 
-@pytest.mark.parametrize("tool", ["dry_run", "verify"])
+@pytest.mark.parametrize("tool", ["dry_run", pytest.param("verify", marks=pytest.mark.slow)])
 def test_a_script_in_another_folder_gets_its_own_modules(tool, tmp_path):
     """Also those with the names of folders in tools/. The YAML of ZeRO finds its JSON."""
     for name in ("common", "memory", "watching"):
