@@ -739,6 +739,8 @@ def make_accelerator(args):
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or ranks > 0 never train a new head
     if args.resume and not args.output_dir:
         abort("--resume needs --output_dir")
+    if args.max_grad_norm is not None and not args.max_grad_norm > 0:  # or NaN
+        abort("--max_grad_norm must be above 0: torch would turn the gradients around")
     name = Path(__file__).stem.removeprefix("train_")
     folder = args.output_dir or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
     folder = args.output_dir = utils.broadcast_object_list([folder])[0]  # rank 0's

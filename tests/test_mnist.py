@@ -158,6 +158,7 @@ def test_repeats_with_other_seeds_have_other_orders(baseline, tmp_path):
     [
         ("baseline", "--checkpointing_steps 0", "--checkpointing_steps: 0 is not a whole number"),
         ("baseline", "--learning_rate x", "--learning_rate: invalid float value: 'x'"),
+        ("baseline", "--max_grad_norm -1", "--max_grad_norm must be above 0"),
         ("baseline", "--with_tracking --report_to wandb", "--report_to wandb is not installed"),
         ("baseline", "--seeds 1", "unrecognized arguments: --seeds 1"),
         ("baseline", "--resume", "--resume needs --output_dir"),
