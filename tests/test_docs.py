@@ -33,15 +33,7 @@ def test_flags_files_and_links_exist(page):
     """So do make's targets."""
     text = PAGES[page]
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.S))
-    patterns = (
-        "*.py",
-        "tools/*.py",
-        "sbatch/*.*",
-        "benchmarks/*.py",
-        "docs/**/*.py",
-        "docs/**/*.sh",
-        "Makefile",
-    )
+    patterns = "*.py", "tools/*.py", "sbatch/*.*", "benchmarks/*.py", "docs/**/*.py", "Makefile"
     programs = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
     known = {name for action in launch_command_parser()._actions for name in action.option_strings}
     known.update(OTHERS, re.findall(r"--[a-z][\w-]+", programs))

@@ -109,15 +109,12 @@ def test_the_peak_is_what_tensors_need_and_grows_with_the_batch(tmp_path):
 
 
 YAML = "accelerate_configs/ddp.yaml"
+LSTM = SCRIPTS["mnist"][0]
 WRONG = {
-    "ddp.yaml on one rank sends nothing": (1, YAML, "train_mnist_rnn.py"),
-    "baseline.yaml on one rank sends nothing": (
-        2,
-        "accelerate_configs/baseline.yaml",
-        "train_mnist_rnn.py",
-    ),
-    "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, "train_mnist_rnn.py"),
-    "Makefile: accelerate launch cannot start this": (2, "Makefile", "train_mnist_rnn.py"),
+    "ddp.yaml on one rank sends nothing": (1, YAML, LSTM),
+    "baseline.yaml on one rank sends nothing": (2, BASELINE[1], LSTM),
+    "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, LSTM),
+    "Makefile: accelerate launch cannot start this": (2, "Makefile", LSTM),
     "the global batch (19998) is larger": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 

@@ -38,8 +38,8 @@ def plain(value):
 
 
 def words_for(path):
-    """Words of `accelerate launch` for a YAML, which would find its JSON in one folder only. Raises
-    an error of UNREADABLE, or one of yaml.
+    """Words of `accelerate launch` for a YAML, from any folder: a YAML of DeepSpeed names its JSON
+    from the folder above its own. Raises an error of UNREADABLE, or one of yaml.
     """
     words = ["--config_file", str(path)]
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
