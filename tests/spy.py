@@ -41,14 +41,13 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from memory.held import count_held as bytes_held  # noqa: E402
 from watching.collectives import Tally  # noqa: E402
-from watching.steps import StepWatch  # noqa: E402
+from watching.steps import StepWatch, patch_fetch  # noqa: E402
 
 ORDERS = {name[4:]: value for name, value in os.environ.items() if name.startswith("SPY_")}
 script = importlib.import_module(ORDERS["SCRIPT"])
@@ -110,7 +109,6 @@ def connect(original, *args, **options):
     original(*args, **options)
 
 
-@instead(_MapDatasetFetcher, "fetch", "DIR", "EVAL", "READS")
 def fetch(original, self, ids):
     reads.within_step = False
     if torch.is_grad_enabled():  # training, not evaluation
@@ -119,6 +117,10 @@ def fetch(original, self, ids):
         obey("EVAL", COUNTS["evaluated"])
         COUNTS["evaluated"] += 1
     return original(self, ids)
+
+
+if not ORDERS.keys().isdisjoint(("DIR", "EVAL", "READS")):
+    patch_fetch(fetch)
 
 
 @instead(Accelerator, "backward", "DIR", "SIGNAL", "NAN")
@@ -242,16 +244,15 @@ class Watch(StepWatch):
 
     tally = Tally(per_node=1)
 
-    def preparing(self, accelerator, model):
-        self.sizes = [getattr(part, "ds_numel", part.numel()) for part in model.parameters()]
-
     def begin(self, model):
         if "CALLS" in ORDERS and 2 <= self.done < 5:
             self.tally.__enter__()
 
-    def before_update(self, model, optimizer):
+    def before_update(self, optimizer):
         if "BYTES" in ORDERS and self.done == 2:
-            note("DIR", "bytes", bytes_held(model, optimizer) | {"sizes": self.sizes})
+            [model] = self.models
+            sizes = [getattr(part, "ds_numel", part.numel()) for part in model.parameters()]
+            note("DIR", "bytes", bytes_held(model, optimizer) | {"sizes": sizes})
 
     def end(self):
         if "CALLS" in ORDERS and 2 < self.done <= 5:

@@ -31,6 +31,7 @@ os.environ |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 from accelerate import Accelerator  # noqa: E402
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from torch.autograd.profiler import record_function  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -106,13 +107,8 @@ class DryRun(StepWatch):
         self.records = False  # allocations
         self.peak = None
 
-    def preparing(self, accelerator, model):
-        """Note the model's size."""
-        self.accelerator = accelerator
-        weights = list(model.parameters())
-        self.parameters = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
-
     def begin(self, model):
+        self.model, self.before = model, self.backwards
         # DDP needs the tally's answers in each step. Under ZeRO-3 on thousands of ranks, a step has
         # millions of operators, and the tally would delay each of them.
         reducer = any(isinstance(part, DistributedDataParallel) for part in model.modules())
@@ -124,8 +120,9 @@ class DryRun(StepWatch):
                 held.record_allocations()
                 self.records = True
 
-    def before_update(self, model, optimizer):
-        self.held = held.count_held(model, optimizer)
+    def before_update(self, optimizer):
+        self.micro_batches = self.backwards - self.before
+        self.held = held.count_held(self.model, optimizer)
         with record_function(held.REDUCED):
             pass
 
@@ -169,8 +166,8 @@ def train(script, flags, dry):
         if end.code:
             raise  # argparse has said why
     stop(
-        f"{script} ended after {dry.done} of {STEPS} training steps: a step needs a model and an "
-        "optimizer from Accelerator.prepare"
+        f"{script} ended after {dry.done} of {STEPS} training steps: a step needs a backward pass "
+        "and an optimizer's step"
     )
 
 
@@ -212,15 +209,16 @@ def main():
     Accelerator.save_state, DataLoaderShard.__iter__ = save_nothing, repeat_batches
     with tempfile.TemporaryDirectory() as own:  # for run.json, which is not of a real run
         train(script, [*flags, "--output_dir", f"{own}/run", "--max_train_steps", "1000"], dry)
+    weights = list(dry.model.parameters())
     found = {
         "ranks": args.ranks,
         "nodes": args.nodes,
         "yaml": Path(args.yaml).stem,
         "script": script.name,
         "argv": argv,
-        "micro_batches": dry.accelerator.gradient_accumulation_steps,
-        "precision": dry.accelerator.mixed_precision,
-        "parameters": dry.parameters,
+        "micro_batches": dry.micro_batches,
+        "precision": AcceleratorState().mixed_precision,
+        "parameters": sum(getattr(part, "ds_numel", part.numel()) for part in weights),
         "collectives": dry.tally.rows(),
         "held_bytes": dry.held,
         "peak_bytes": dry.peak,

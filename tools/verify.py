@@ -1,21 +1,20 @@
 """Does an Accelerate script train the same on many devices? If not, what differs first?
 
     python tools/verify.py my_script.py --its --flags
-    python tools/verify.py --yaml ddp --yaml my.yaml --ranks 4 --steps 20 my_script.py
     python tools/verify.py --batch_flag per_device_train_batch_size=64 train_mnist_rnn.py \\
         --dataset digits
-    python tools/verify.py --split my_script.py
+    python tools/verify.py --split --yaml fsdp --yaml my.yaml --ranks 4 --steps 20 my_script.py
     python tools/verify.py --resume="--resume" --kill_after 12 train_mnist_rnn.py \\
         --checkpointing_steps 10 --output_dir runs/v
 
-The unchanged script runs on one process, once more on one with first weights changed by a rounding
-error (the control), and under each YAML on several. The tool compares the samples, learning rates,
-losses, gradients and weights of each step, what is evaluated, and what is printed. A difference
-counts if it is 30 times the control's, and more than 2e-5. The global batch has to be the same: see
---batch_flag and --split. Dropout is off, and the order of samples is seeded.
+The unchanged script runs on one process, and under each YAML on several. The tool compares the
+samples, learning rates, losses, gradients and weights of each step, what is evaluated, and what is
+printed. All runs compute in float64, so a difference above 1e-9 is a mistake, or meant. Dropout,
+mixed precision and torch.compile are off, the order of samples is seeded, and random numbers depend
+on the sample, not on the rank. The global batch has to be the same: see --batch_flag and --split.
 
 With --resume, each YAML is compared with itself instead: an undisturbed run with one that is killed
-and resumed. Dropout is on, and a difference above 2e-5 counts.
+and resumed. Both run as they are, and a difference above 2e-5 counts.
 
 Results and verify.json go to OUTPUT_DIR/verify/ if you pass --output_dir to the script, otherwise
 to runs/verify/. The runs use GPUs if there is one for each rank, otherwise CPU processes.
@@ -43,11 +42,10 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 
 from watching import differences, wording  # noqa: E402
-from watching.differences import CannotTellError  # noqa: E402
+from watching.differences import CannotTellError, NotComparableError  # noqa: E402
 from watching.launching import run_ranks  # noqa: E402
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
-STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
 ROWS = {"samples": "samples", "rate": "learning rate", "loss": "loss", "grads": "gradients"}
 ROWS |= {"weights": "weights"}
 
@@ -83,14 +81,16 @@ def parse_args():
     )
     parser.error = cannot_tell
     add = parser.add_argument
-    shown = f"a file, or a name in accelerate_configs/ (default: {' '.join(STRATEGIES)})"
-    add("--yaml", action="append", type=find_yaml, metavar="YAML", help=f"a strategy: {shown}")
+    shown = "a strategy: a file, or a name in accelerate_configs/ (default: ddp)"
+    add("--yaml", action="append", type=find_yaml, metavar="YAML", help=shown)
     add("--ranks", type=int, default=2, help="ranks of each strategy (default: %(default)s)")
     add("--steps", type=int, default=60, help="compare at most N steps (default: %(default)s)")
     shown = "the script's flag for the batch of a device, and the global batch to divide by ranks"
     add("--batch_flag", metavar="NAME=SIZE", default="", help=shown)
-    shown = "the batch size is fixed in the script: let Accelerate divide it (split_batches)"
+    shown = "divide the batch size that the script gives to each DataLoader by the ranks"
     add("--split", action="store_true", help=shown)
+    shown = "seed each rank before the script starts, if it seeds nothing itself"
+    add("--seed", type=int, metavar="N", help=shown)
     shown = "the flags that make the script resume: compare a killed and resumed run"
     add("--resume", metavar="FLAGS", help=shown)
     shown = "kill after N steps and a checkpoint (default: two steps after the first one)"
@@ -108,14 +108,10 @@ def parse_args():
         parser.error(f"--batch_flag {args.batch_flag}: SIZE has to be a multiple of {args.ranks}")
     if not args.script.is_file():
         parser.error(f"there is no script {args.script}")
-    files = args.yaml or [find_yaml(name) for name in STRATEGIES]
+    files = args.yaml or [find_yaml("ddp")]
     args.yamls = {file.stem: file for file in files}
     if len(args.yamls) < len(files):
         parser.error("two YAMLs have the same name")
-    precisions = {read_yaml(file).get("mixed_precision") or "no" for file in args.yamls.values()}
-    if len(precisions) > 1:  # The baseline has that of the YAMLs.
-        parser.error(f"the YAMLs differ in mixed_precision ({precisions}): verify each alone")
-    [args.precision] = precisions
     args.output_dir = value_of("--output_dir", args.flags)
     args.folder = Path(args.output_dir or "runs") / "verify"
     return args
@@ -125,13 +121,21 @@ def parse_args():
 
 
 class RunFailedError(Exception):
-    """Ranks failed, or hang: a text that says where, and a rank's traceback or ""."""
+    """Ranks failed, or hang. The text says where; `found` is what the rank wrote down that failed
+    first. `in_float64` tells that its precision may be the reason.
+    """
+
+    def __init__(self, text, found, in_float64=False):
+        super().__init__(text)
+        self.found, self.in_float64 = found, in_float64
 
 
 def words_of(args, file, ranks, more, own):
     """The words of `accelerate launch`, and the script and its flags; `own` is its folder."""
     words = [*words_for(file), "--main_process_port", "0", "--num_processes", str(ranks)]
-    words += ["--num_machines", "1", "--mixed_precision", args.precision]
+    words += ["--num_machines", "1"]
+    if args.resume is None:
+        words += ["--mixed_precision", "no"]
     flags = [*args.flags, *more]
     if args.batch_name:
         flags += [f"--{args.batch_name}", str(args.batch // ranks)]
@@ -143,7 +147,7 @@ def words_of(args, file, ranks, more, own):
     return words, [str(args.script), *flags]
 
 
-def run(args, gpus, label, file, more=(), own=None, **options):
+def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     """What each rank found (see tools/watching/rank.py), in a list. Raises RunFailedError."""
     from watching.rank import watch_script  # after main has hidden the GPUs
 
@@ -154,8 +158,10 @@ def run(args, gpus, label, file, more=(), own=None, **options):
         raise CannotTellError(f"{folder} is not from this tool: use another --output_dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / "0.alive").touch()
     words, argv = words_of(args, file, ranks, more, own or str(folder / "out"))
-    options = {"steps": args.steps, "split": args.split} | options
+    options = {"steps": args.steps, "split": args.split, "seed": args.seed} | options
+    options["exact"] = exact
     target = functools.partial(watch_script, str(folder), gpus, options)
     try:
         number, hung = run_ranks(words, argv, folder, target, args.patience, gpus)
@@ -165,19 +171,23 @@ def run(args, gpus, label, file, more=(), own=None, **options):
     if hung:
         where = {rank: where_it_is(folder, rank, args.script) for rank in hung}
         lines = [f"rank {rank} {where.get(rank, 'has ended')}" for rank in range(number)]
-        raise RunFailedError(f"no progress for {args.patience} s: {', '.join(lines)}", "")
+        raise RunFailedError(f"no progress for {args.patience} s: {', '.join(lines)}", found[0])
     failed = [(f"rank {n}: {one['error']}", one) for n, one in enumerate(found) if one["error"]]
     # Ranks that lost their connection to another one come last.
     failed.sort(key=lambda one: any(word in one[0] for word in ("onnection", "peer", "gloo")))
     if failed:
-        raise RunFailedError(failed[0][0], failed[0][1]["traceback"])
+        text, first = failed[0]
+        if "Invariant encountered" in text:
+            text += ": name the model's layers in the YAML (fsdp_transformer_layer_cls_to_wrap)"
+        raise RunFailedError(text, first, exact and not first["exited"])
     return found
 
 
 def read_rank(folder, rank):
     """What a rank wrote down, with what it printed."""
     file = folder / f"{rank}.json"
-    found = json.loads(file.read_text()) if file.exists() else {"error": "ended", "traceback": ""}
+    ended = {"error": "ended", "exited": False, "frames": [], "traceback": None}
+    found = json.loads(file.read_text()) if file.exists() else ended
     ends = [folder / f"{rank}.{end}" for end in ("out", "err")]
     out, said = (end.read_text(errors="replace").strip() if end.exists() else "" for end in ends)
     found["out"] = f"{out}\n{said}"  # Many scripts log to stderr.
@@ -197,32 +207,35 @@ def where_it_is(folder, rank, script):
 # -------- what is found
 
 
-def cells_of(rows, first, worst):
+def cells_of(rows, since, largest):
     """{row: cell}: the step of the first difference, or "same" with the largest distance."""
     cells = {}
     for kind, row in rows.items():
-        largest = f", {worst[kind]:.0e}" if kind in worst else ""
-        cells[row] = f"step {first[kind]}" if kind in first else f"same{largest}"
+        distance = f", {largest[kind]:.0e}" if kind in largest else ""
+        cells[row] = f"step {since[kind]}" if kind in since else f"same{distance}"
     return cells
 
 
-def compare_runs(base, control, many, batch):
+def compare_runs(args, alone, label, many, exact):
     """A column of the table: {"cells": {row: cell}, "lines": [what differs, the cause first],
-    "verdict"}.
+    "remarks": [more], "verdict"}. `alone` runs one process, once more if something differs.
     """
+    base = alone(exact)
     one, other = differences.merge(base), differences.merge(many)
-    differences.check_batch(one, other)
-    precision = base[0]["precision"]
-    limits = differences.limits_of(one, differences.merge(control), precision)
-    found, first, worst = differences.compare(one, other, limits, differences.LEAST[precision])
+    differences.check_batch(one, other, base[0]["flags"])
+    limit = differences.EXACT if exact else differences.ROUGH
+    found, since, largest = differences.compare(one, other, limit)
     lines = wording.tell(found)
     if len(other) != len(one):
-        why = "is the loader prepared" if len(other) > len(one) else "is the data divided twice"
-        lines.append(f"{len(other)} steps of training instead of {len(one)}: {why}?")
-    cells = cells_of({"first": "first weights"} | ROWS, first, worst)
+        lines.append(f"{len(other)} steps of training instead of {len(one)}")
+    cells = cells_of({"first weights": "first weights"} | ROWS, since, largest)
     printed, numbers = None, 0
-    if precision == "no":  # In bf16 a metric jumps where one logit overtakes another.
-        printed, numbers = differences.compare_printed(base, control, many, batch)
+    if exact:  # Otherwise a metric jumps where one logit overtakes another.
+        printed, numbers = differences.compare_printed(base, base, many, args.batch)
+    if lines or printed:
+        again = alone(exact, again=True)
+        if exact:
+            printed, numbers = differences.compare_printed(base, again, many, args.batch)
     evaluated, rows = differences.compare_evaluations(base, many, numbers and not printed)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
     if evaluated:
@@ -233,7 +246,8 @@ def compare_runs(base, control, many, batch):
     if printed:
         verdict = "trains the same, but prints other numbers" if verdict == "the same" else verdict
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")
-    return {"cells": cells, "lines": lines, "verdict": verdict}
+    remarks = wording.tell_remarks(found, since, differences.find_remarks(many))
+    return {"cells": cells, "lines": lines, "remarks": remarks, "verdict": verdict}
 
 
 def compare_resumed(launch, label, file, args):
@@ -249,41 +263,78 @@ def compare_resumed(launch, label, file, args):
     more, left = args.resume.split(), args.steps - at
     resumed = launch(f"{label}-resumed", file, more, out, as_is=True, steps=left)
     one, other = differences.merge(whole), differences.merge(resumed)
-    limits = [{}] * len(other)  # every bit should be the same, but rounding is allowed
-    found, first, worst = differences.compare(one, other, limits, differences.LEAST["no"], at)
+    # Every bit should be the same, but rounding is allowed.
+    found, since, largest = differences.compare(one, other, differences.ROUNDED, at)
     lines = wording.tell(found, resumed=True)
     if not resumed[0]["loaded"]:
         lines.insert(0, "it did not resume: Accelerator.load_state was not called")
     if len(other) != len(one) - at:
         lines.append(f"{len(other)} steps after step {at} instead of {len(one) - at}")
-    cells = cells_of({kind: f"{row} after the kill" for kind, row in ROWS.items()}, first, worst)
-    return {"cells": cells, "lines": lines, "verdict": "differs" if lines else "the same"}
+    rows = {kind: f"{row} after the kill" for kind, row in ROWS.items()}
+    verdict = "differs" if lines else "the same"
+    cells = cells_of(rows, since, largest)
+    return {"cells": cells, "lines": lines, "remarks": [], "verdict": verdict}
 
 
 def verify(args, launch):
-    """Run and compare: {YAML: column}. Raises RunFailedError or CannotTellError if the script
-    cannot be compared even on one process.
+    """Run and compare: {YAML: column}, or only {"one process": column} if it fails there. Raises
+    NotComparableError.
     """
-    columns, yamls = {}, args.yamls
+
+    @functools.cache
+    def alone(exact, again=False):
+        label = ("again" if again else "baseline") + ("" if exact else "-own")
+        found = launch(label, BASELINE, exact=exact)
+        differences.check_trains(found)
+        if again:
+            differences.check_repeats(alone(exact), found)
+        return found
+
+    def compare(label, file, exact):
+        if args.resume is not None:
+            return compare_resumed(launch, label, file, args)
+        many = launch(label if exact else f"{label}-own", file, exact=exact)
+        return compare_runs(args, alone, label, many, exact)
+
+    columns, why = {}, None
     if args.resume is None:
-        base = launch("baseline", BASELINE)
-        control = launch("control", BASELINE, moved=True)
-        differences.check_repeats(base, control)
-    else:
-        yamls = {"baseline": BASELINE} | yamls
-    for label, file in yamls.items():
         try:
-            if args.resume is None:
-                columns[label] = compare_runs(base, control, launch(label, file), args.batch)
-            else:
-                columns[label] = compare_resumed(launch, label, file, args)
+            _, why = in_float64_or_not(alone)
         except RunFailedError as problem:
-            text, trace = problem.args
-            columns[label] = {"cells": {}, "lines": [f"fails: {text}"], "verdict": "differs"}
-            columns[label]["trace"] = trace or ""
+            if problem.found["exited"]:  # It does not know its flags, or misses a file.
+                raise NotComparableError(str(problem)) from None
+            return {"one process": column_of(problem)}
+    yamls = args.yamls if args.resume is None else {"baseline": BASELINE} | args.yamls
+    for label, file in yamls.items():
+        run_both = functools.partial(compare, label, file)
+        try:
+            column, reason = (run_both(False), why) if why else in_float64_or_not(run_both)
+            if reason:
+                column["remarks"].append(wording.tell_rough(reason))
+        except RunFailedError as problem:
+            column = column_of(problem)
+        except NotComparableError:
+            raise
         except CannotTellError as problem:
-            columns[label] = {"cells": {}, "lines": [str(problem)], "verdict": "cannot tell"}
+            column = {"cells": {}, "lines": [str(problem)], "remarks": [], "verdict": "cannot tell"}
+        columns[label] = column
     return columns
+
+
+def in_float64_or_not(run_both):
+    """(run_both(True), None); or if that fails in float64, (run_both(False), the error)."""
+    try:
+        return run_both(True), None
+    except RunFailedError as problem:
+        if not problem.in_float64:
+            raise
+        return run_both(False), problem
+
+
+def column_of(problem):
+    """The column for a run that failed."""
+    column = {"cells": {}, "lines": [f"fails: {problem}"], "remarks": [], "verdict": "fails"}
+    return column | {name: problem.found[name] for name in ("frames", "traceback")}
 
 
 def main():
@@ -298,20 +349,21 @@ def main():
     launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)
-    except (RunFailedError, CannotTellError) as problem:
-        for trace in problem.args[1:]:
-            print(trace, file=sys.stderr)
-        cannot_tell(f"{args.script.name} on one process: {problem.args[0]}")
-    where = f"{'GPUs' if gpus else 'CPU processes'}, mixed_precision: {args.precision}"
-    print(f"{args.script.name} on {where}")
-    off = "off, and the order of samples is seeded"
-    print(f"Dropout is {off if args.resume is None else 'on'}.\n")
+    except NotComparableError as problem:
+        cannot_tell(f"{args.script.name} on one process: {problem}")
+    print(f"{args.script.name} on {'GPUs' if gpus else 'CPU processes'}")
+    how = "off, and the order of samples is seeded" if args.resume is None else "on"
+    print(f"Dropout is {how}.\n")
     rows = max((column["cells"] for column in columns.values()), key=len)
     cells = [[row, *(one["cells"].get(row, "-") for one in columns.values())] for row in rows]
-    print(markdown_table([["", *columns], *cells]), end="\n\n")
+    if cells:
+        print(markdown_table([["", *columns], *cells]), end="\n\n")
     for label, column in columns.items():
         print(f"{label}: {column['verdict']}")
-        print("".join(f"  {line}\n" for line in column["lines"]) + column.get("trace", ""), end="")
+        for line in [*column["lines"], *(f"remark: {line}" for line in column["remarks"])]:
+            print(f"  {line}")
+        for frame in column.get("frames", ()):
+            print(f"    {frame}")
     file = args.folder / "verify.json"
     file.write_text(json.dumps({"argv": sys.argv[1:], "yamls": columns}, indent=1) + "\n")
     print(f"written: {file}")

@@ -9,9 +9,14 @@ from importlib.util import find_spec
 # What reading a damaged file or record can raise.
 UNREADABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError
 
-# Three packages of requirements-report.txt: without them, .venv is not active.
-if not all(map(find_spec, ("pydantic", "tabulate", "yaml"))):
-    sys.exit(
-        "error: this Python lacks the project's packages: type `source .venv/bin/activate` first "
-        "(and before it `make setup`, if there is no .venv yet)"
-    )
+
+def require(*packages):
+    """End the program with one line if this Python lacks one of these packages."""
+    if not all(map(find_spec, packages)):
+        sys.exit(
+            "error: this Python lacks the project's packages: type `source .venv/bin/activate` "
+            "first (and before it `make setup`, if there is no .venv yet)"
+        )
+
+
+require("accelerate", "yaml")

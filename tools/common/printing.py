@@ -3,9 +3,6 @@
 import argparse
 import sys
 
-import tabulate
-
-tabulate.MIN_PADDING = 0  # or headers are wider than they have to be
 LONGEST = 500  # characters of an error, or a file's content could fill the terminal
 
 
@@ -62,5 +59,13 @@ def value_of(flag, words, default=None):
 
 def markdown_table(rows, align="left"):
     """Rows as a Markdown table. The first row is the header. The first column is always left."""
-    sides = ["left"] + [align] * (len(rows[0]) - 1)
-    return tabulate.tabulate(rows, "firstrow", "pipe", disable_numparse=True, colalign=sides)
+    columns = []
+    for column in zip(*rows, strict=True):
+        texts = [str(cell) for cell in column]
+        width = max(map(len, texts))
+        if columns and align == "right":
+            texts, line = [text.rjust(width) for text in texts], "-" * (width + 1) + ":"
+        else:
+            texts, line = [text.ljust(width) for text in texts], ":" + "-" * (width + 1)
+        columns.append([f" {texts[0]} ", line, *(f" {text} " for text in texts[1:])])
+    return "\n".join(f"|{'|'.join(row)}|" for row in zip(*columns, strict=True))

@@ -21,7 +21,7 @@ def count_held(model, optimizer):
         if tensor is not None and tensor.numel() > 1 and tensor.device.type != "meta":
             groups[group][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 
-    inner = optimizer.optimizer
+    inner = optimizer
     for parameter in model.parameters():
         count("parameters", parameter)
         count("parameters", getattr(parameter, "ds_tensor", None))

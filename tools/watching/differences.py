@@ -1,5 +1,5 @@
-"""Compare what the ranks of a script did with what one process did: how far they are apart, what
-rounding explains, and what differs first. verify.py says how the runs are made.
+"""Compare what the ranks of a script did with what one process did: how far they are apart, and
+what differs first. verify.py says how the runs are made.
 """
 
 import math
@@ -9,17 +9,23 @@ from dataclasses import dataclass
 
 from common.losses import gap
 
-# A difference counts if it is TIMES as large as that of the control, and larger than LEAST.
-TIMES = 30
-LEAST = {"no": 2e-5, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7}  # by precision
-# Each kind can cause those after it. Inputs, outputs and the loss explain a difference of the
-# gradients, and are harmless otherwise. "apart" is what the ranks should share, but do not.
-KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "apart"]
+# Larger distances count. In float64 the largest of right scripts was 2e-11. In a script's own
+# precision, a ReLU near 0 may come out on the other side. A resumed run may round.
+EXACT, ROUGH, ROUNDED = 1e-9, 3e-2, 2e-5
+# Each kind can cause those after it. "apart" is what the ranks should share, but do not; "alike"
+# are random numbers that they should not share, but do. Inputs, outputs and the loss only explain a
+# difference of the gradients or buffers.
+KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "buffers"]
+KINDS += ["apart", "alike"]
 EXPLAIN = ("inputs", "outputs", "loss")
 
 
 class CannotTellError(Exception):
     """The runs cannot be compared. The text says why."""
+
+
+class NotComparableError(CannotTellError):
+    """No runs of this script can be compared."""
 
 
 @dataclass
@@ -45,27 +51,58 @@ class Difference:
 def merge(ranks):
     """The steps of all ranks as one list."""
     merged = [merge_step(parts) for parts in zip(*[rank["steps"] for rank in ranks], strict=False)]
-    return [step | {"norms": ranks[0]["norms"]} for step in merged]
+    own = {name: ranks[0][name] for name in ("batchnorms", "unprepared")}
+    return [step | own for step in merged]
 
 
 def merge_step(parts):
-    """One step of all ranks. "apart" are the tensors that they do not share."""
-    means = [sum(part["losses"]) / len(part["losses"]) for part in parts if part["losses"]]
+    """One step of all ranks. "apart" are the tensors that they do not share, "drawn" the rows of
+    random numbers that belong to samples, and "others" is True if there were more.
+    """
+    losses = [part["loss"] for part in parts]
     step = parts[0] | {
         "samples": Counter(sample for part in parts for sample in part["samples"]),
         "each": [part["samples"] for part in parts],
         "rates": [part["rate"] for part in parts],
-        "loss": sum(means) / len(means) if means else None,
-        "draws": any(part["draws"] for part in parts),
+        "loss": None if None in losses else sum(losses) / len(losses),
+        "drawn": sum(part["drawn"]["rows"] for part in parts),
+        "others": any(part["drawn"]["others"] for part in parts),
+        "noise": drawn_alike([part["drawn"]["noise"] for part in parts]),
+        "cut": any(part["cut"] for part in parts),
         "apart": {},
     }
     for kind in ("inputs", "outputs"):
         step[kind] = [sum(column) for column in zip(*[part[kind] for part in parts], strict=True)]
     for kind in ("weights", "grads"):
         for name, first in parts[0][kind].items():
-            if any(far(first, part[kind].get(name), 1e-20) > 1e-9 for part in parts[1:]):
+            if any(far(first, part[kind].get(name), 1e-20) > EXACT for part in parts[1:]):
                 step["apart"].setdefault(kind, []).append(name)
     return step
+
+
+def drawn_alike(noise):
+    """The kinds of random numbers that all ranks, if there are several, draw from one state."""
+    first, *others = noise
+    return [
+        kind
+        for kind, state in first.items()
+        if others and all(other.get(kind) == state for other in others)
+    ]
+
+
+def find_remarks(ranks):
+    """(where, what) of random numbers that all ranks draw alike, though training is no different:
+    masks of dropout, and what evaluations draw. Each kind once.
+    """
+    found = {}
+    for k, step in enumerate(merge(ranks), 1):
+        if "dropout" in step["noise"]:
+            found.setdefault("masks of dropout", f"step {k}")
+    for step in ranks[0]["evaluations"]:
+        drawn = [rank["evaluations"].get(step, {"noise": {}})["noise"] for rank in ranks]
+        if drawn_alike(drawn):
+            found.setdefault("in an evaluation", f"evaluation after step {step}")
+    return [(where, what) for what, where in found.items()]
 
 
 def far(a, b, least):
@@ -75,16 +112,20 @@ def far(a, b, least):
     return max(abs(a[0] - b[0]), abs(a[1] - b[1])) / max(a[0], b[0], least, 1e-30)
 
 
-def far_by_name(kind, a, b, share):
-    """{(kind, name): how far}. Tensors below `share` of the norm of all are compared with that."""
-    least = share * math.sqrt(sum(two[0] ** 2 for two in a.values() if two))
+def far_by_name(kind, a, b, least):
+    """{(kind, name): how far}. Tensors with a norm below `least[kind]` are compared with that."""
     names = [*a, *(name for name in b if name not in a)]
-    return {(kind, name): far(a.get(name), b.get(name), least) for name in names}
+    return {(kind, name): far(a.get(name), b.get(name), least[kind]) for name in names}
 
 
-def distances(a, b):
+def norm_of_all(tensors):
+    """The norm of all tensors together, {name: its two numbers, or None}."""
+    return math.sqrt(sum(two[0] ** 2 for two in tensors.values() if two))
+
+
+def distances(a, b, scale):
     """{(kind, tensor): how far step b is from step a}, in the order of the model's tensors. What is
-    not a tensor has the name "".
+    not a tensor has the name "". `scale` is the largest norm of all gradients so far.
     """
     found = {("loss", ""): gap(a["loss"], b["loss"])}
     for kind in ("inputs", "outputs"):  # Their sizes differ if the padding does.
@@ -92,9 +133,13 @@ def distances(a, b):
         found[kind, ""] = gap(a[kind][0], b[kind][0]) if same_size else 0.0
     # ZeRO-3 does not tell frozen weights.
     known = [name for name, two in a["weights"].items() if two and b["weights"].get(name)]
-    weights = ({name: step["weights"][name] for name in known} for step in (a, b))
-    found |= far_by_name("weights", *weights, 1e-3)
-    return found | far_by_name("grads", a["grads"], b["grads"], 1e-4)
+    weights = [{name: step["weights"][name] for name in known} for step in (a, b)]
+    least = {"weights": 1e-3 * norm_of_all(weights[0]), "buffers": 1e-3 * norm_of_all(a["buffers"])}
+    least["grads"] = 1e-4 * max(scale, norm_of_all(a["grads"]))
+    found |= far_by_name("weights", *weights, least)
+    for kind in ("grads", "buffers"):
+        found |= far_by_name(kind, a[kind], b[kind], least)
+    return found
 
 
 def largest_of(distance, before=None):
@@ -105,24 +150,9 @@ def largest_of(distance, before=None):
     return largest
 
 
-def limits_of(base, control, precision):
-    """For each step of `base`, {(kind, tensor): how large a distance may be}: TIMES the largest of
-    the control so far, or LEAST. Rounding to bf16 is so rough that all tensors of a kind count.
-    """
-    found, largest = [], Counter()
-    for k, step in enumerate(base):
-        here = distances(step, control[k]) if k < len(control) else {}
-        if precision != "no":
-            of_kind = largest_of(here)
-            here = {key: of_kind[key[0]] for key in here}
-        largest |= Counter(here)  # the larger of both
-        found.append({key: max(LEAST[precision], TIMES * value) for key, value in largest.items()})
-    return found
-
-
-def differences(a, b, distance, limits, least):
+def differences(a, b, distance, limit):
     """{kind: its tensors that differ} of a step, in the order of causes."""
-    far_off = [key for key, value in distance.items() if value > limits.get(key, least)]
+    far_off = [key for key, value in distance.items() if value > limit]
     rates = [pair for rate in b["rates"] for pair in zip(a["rate"], rate, strict=False)]
     here = {kind: [name for k, name in far_off if k == kind] for kind, _ in far_off}
     if a["samples"] != b["samples"]:
@@ -131,77 +161,92 @@ def differences(a, b, distance, limits, least):
         here["rate"] = []
     if b["apart"]:
         here["apart"] = []
+    if "noise" in b["noise"]:
+        here["alike"] = []
     return {kind: here[kind] for kind in KINDS if kind in here}
 
 
-def compare(one, many, limits, least, skipped=0):
-    """The first Difference of each kind, earliest first; {kind: the first step at which it
-    differs}, harmless ones too; and {kind: the largest distance}. "first" are the first weights.
-    `many` and `limits` begin `skipped` steps later than `one`.
+def harmless(kind, here):
+    """Whether a kind of difference has no effect on the other kinds `here`, of the same step. The
+    gradient of a bias before a softmax is only rounding, but some optimizers make steps of it.
     """
-    found, first, worst = {}, {}, {}
-    for k, (a, b, limit) in enumerate(zip(one[skipped:], many, limits, strict=False), skipped):
-        distance = distances(a, b)
-        worst = largest_of(distance, worst)
-        here = differences(a, b, distance, limit, least)
+    needs = {"weights": {"outputs", "loss", "grads"}} | dict.fromkeys(EXPLAIN, {"grads", "buffers"})
+    return kind in needs and needs[kind].isdisjoint(here)
+
+
+def compare(one, many, limit, skipped=0):
+    """The first Difference of each kind, earliest first; {kind: the first step at which it
+    differs}, harmless ones too; and {kind: the largest distance}. "first weights" are a kind.
+    `many` begins `skipped` steps later than `one`.
+    """
+    found, since, largest, scale = {}, {}, {}, 0.0
+    for k, (a, b) in enumerate(zip(one[skipped:], many, strict=False), skipped):
+        distance = distances(a, b, scale)
+        scale = max(scale, norm_of_all(a["grads"]))
+        largest = largest_of(distance, largest)
+        here = differences(a, b, distance, limit)
         if k == skipped:
-            worst["first"] = worst["weights"]
+            largest["first weights"] = largest["weights"]
             if "weights" in here:
-                first["first"] = k + 1
-        first = dict.fromkeys(here, k + 1) | first
-        kinds = [kind for kind in here if "grads" in here or kind not in EXPLAIN]
+                since["first weights"] = k + 1
+        since = dict.fromkeys(here, k + 1) | since
+        kinds = [kind for kind in here if not harmless(kind, here)]
         # What the ranks do not share explains all that comes after, except samples.
         if "apart" in kinds and "samples" not in kinds:
             kinds.sort(key=lambda kind: kind != "apart")
         for place, kind in enumerate(kinds):
             new = Difference(kind, k + 1, a, b, here[kind], kinds[:place], one)
             found.setdefault(kind, new)
-    return list(found.values()), first, worst
+    return list(found.values()), since, largest
 
 
-def check_repeats(base, control):
-    """Raises CannotTellError unless the script repeats on one process what it did before."""
-    one, again = merge(base), merge(control)
-    for k, (a, b) in enumerate(zip(one, again, strict=False)):
-        if a["loss"] is not None and math.isnan(a["loss"]):
-            raise CannotTellError(f"the loss is NaN from step {k + 1}")
-        different = None
-        if a["samples"] != b["samples"]:
-            different = "samples"
-        elif a["rate"] != b["rate"]:
-            different = "learning rates"
-        elif k == 0 and base[0]["precision"] == "no":
-            if largest_of(distances(a, b))["weights"] > 1e-4:
-                different = "weights"
-            elif gap(a["loss"], b["loss"]) > 1e-3:
-                different = "losses"
-        if different:
-            raise CannotTellError(
-                f"step {k + 1} has different {different} in each run: call "
-                "accelerate.utils.set_seed before anything is drawn"
-            )
-    if len(one) < 2:
-        raise CannotTellError(
-            f"it made {len(one)} training steps, and 2 are needed: a step needs a model and an "
-            "optimizer from Accelerator.prepare"
+def check_trains(base):
+    """Raises NotComparableError if one process does not train."""
+    if len(base[0]["steps"]) < 2:
+        raise NotComparableError(
+            f"it made {len(base[0]['steps'])} training steps, and 2 are needed: a step needs a "
+            "backward pass and the step of a torch optimizer"
+        )
+    for k, step in enumerate(merge(base), 1):
+        if step["loss"] is not None and math.isnan(step["loss"]):
+            raise NotComparableError(f"the loss is NaN from step {k}")
+
+
+NAMES = {"rate": "learning rates", "grads": "gradients", "loss": "losses"}
+
+
+def check_repeats(base, again):
+    """Raises NotComparableError unless one process repeats what it did."""
+    found, _, _ = compare(merge(base), merge(again), ROUNDED)
+    if found:
+        kind = NAMES.get(found[0].kind, found[0].kind)
+        raise NotComparableError(
+            f"step {found[0].step} has different {kind} in each run: add --seed 0 here, or call "
+            "accelerate.utils.set_seed before anything is drawn"
         )
 
 
-def check_batch(one, many):
-    """Raises CannotTellError if the ranks together read as many batches as there are ranks."""
+def check_batch(one, many, flags):
+    """Raises NotComparableError if the ranks together read as many batches as there are ranks. The
+    script's `flags` are {a name with "batch": its value}.
+    """
     if not one or not many:
         return
     each = many[0]["each"]
     alone, together = one[0]["samples"].total(), many[0]["samples"].total()
     same_batch = len(set(map(tuple, each))) == 1  # on all ranks: that is a difference
     if alone and together == alone * len(each) and not same_batch:
-        raise CannotTellError(
+        # One that is as large as the batch, or as a micro-batch of it; of training, if it says so.
+        fits = [name for name, value in flags.items() if value and alone % value == 0]
+        fits.sort(key=lambda name: (flags[name] != alone, "train" not in name, "eval" in name))
+        flag = f"--batch_flag {fits[0]}={flags[fits[0]]}" if fits else "--split"
+        raise NotComparableError(
             f"all ranks read {together} samples in step 1, and one process reads {alone}: divide "
-            "the batch by --batch_flag or --split"
+            f"the batch by {flag}"
         )
 
 
-NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+NUMBER = re.compile(r"(?:[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|\b(?:none|nan|inf)\b)", re.IGNORECASE)
 # Times, speeds and memory differ in each run.
 UNIT = r"\s*(?:m?s|sec\w*|min\w*|h|\S*/s|[kMG]i?B)\b"
 NAMED = r"\w*(?:time|second)\w*\W+"
@@ -213,24 +258,25 @@ def printed_numbers(rank):
     found = {}
     for line in rank["out"].splitlines():
         kept = MEASURED.sub("measured", line)
-        numbers = [float(number) for number in NUMBER.findall(kept)]
+        words = [word.lower().replace("none", "nan") for word in NUMBER.findall(kept)]
+        numbers = [float(word) for word in words]
         if numbers and "it/s" not in line and "s/it" not in line:  # those are of progress bars
             found.setdefault(NUMBER.sub("#", kept), []).append((line.strip(), numbers))
     return found
 
 
-def compare_printed(base, control, many, batch):
+def compare_printed(base, again, many, batch):
     """The first line that rank 0 prints with other numbers: (its line, that of one process), or
-    None; and how many numbers were compared, all of which the control repeats. The ranks divide
-    `batch`.
+    None; and how many numbers were compared, all of which one process repeats when it runs `again`.
+    The ranks divide `batch`.
     """
     meant = [(1, len(many)), (batch, batch // len(many))]
-    one, again, other = (printed_numbers(ranks[0]) for ranks in (base, control, many))
+    one, twin, other = (printed_numbers(ranks[0]) for ranks in (base, again, many))
     compared = 0
     for text, lines in one.items():
-        same_lines = lines, again.get(text, []), other.get(text, [])
-        for mine, twin, theirs in zip(*same_lines, strict=False):
-            for a, b, c in zip(mine[1], twin[1], theirs[1], strict=True):
+        same_lines = lines, twin.get(text, []), other.get(text, [])
+        for mine, repeated, theirs in zip(*same_lines, strict=False):
+            for a, b, c in zip(mine[1], repeated[1], theirs[1], strict=True):
                 if gap(a, b) > 1e-4 or (a, c) in meant:
                     continue
                 compared += 1

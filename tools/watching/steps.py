@@ -1,11 +1,16 @@
-"""Patches of accelerate that tell when an unchanged script is in a training step."""
+"""Tell when an unchanged script is in a training step, by torch's own hooks, whatever prepared its
+model: Accelerate, DistributedDataParallel, fully_shard, DeepSpeed, or an all-reduce by hand.
+"""
 
 import functools
-import types
+import os
+import sys
+import weakref
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils.data._utils import fetch
 
 
 def patch(owner, name, new):
@@ -19,84 +24,125 @@ def patch(owner, name, new):
     setattr(owner, name, patched)
 
 
+def patch_fetch(new):
+    """From now on `new(the old one, fetcher, indices)` reads each batch of a DataLoader."""
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        patch(kind, "fetch", new)
+
+
 class StepWatch:
     """Tells when a script is in a training step. A subclass says what happens then.
 
-    A step begins with a forward pass, with gradients, of a model that `Accelerator.prepare`
-    returned. It ends when the `step` of an optimizer that it returned is over, after the last
-    micro-batch. What a script does between two steps, such as logging, does not count. Neither does
-    `load_state`, which under FSDP steps an optimizer that has no states yet.
+    A model is a module with trainable parameters that the script calls itself, not from within
+    another module. A step begins with the forward pass of a model, with gradients. It ends when an
+    optimizer has stepped after a backward pass that this optimizer has not used yet. So what a
+    script does between two steps, such as logging, does not count. Neither does the step without a
+    backward pass by which a checkpoint is loaded into an optimizer that has no states yet.
     """
 
     def __init__(self):
         self.done = 0  # steps
         self.in_step = False
-        self.loading = False
+        self.models = []  # in the order of their first calls
+        self.engine = None  # DeepSpeed's, if there is one
+        self.calls = []  # the modules that are being called, the outermost first
+        self.backwards = self.in_backward = 0  # backward passes so far, and those within others
+        self.used = weakref.WeakKeyDictionary()  # {optimizer: the backward passes that it has used}
+        self.stepping = None  # the optimizer that steps
 
-    def preparing(self, accelerator, model):
-        """`Accelerator.prepare` is about to prepare a model."""
+    def found_model(self, model):
+        """A model is about to make its first forward pass with gradients."""
 
     def begin(self, model):
-        """A step begins with this model, as it was prepared."""
+        """A step begins with this model."""
 
-    def before_update(self, model, optimizer):
+    def called(self, module, args, output):
+        """The script has called a module, in a step or not. `args` has all arguments."""
+
+    def before_backward(self, loss):
+        """The script computes the gradients of `loss`, a tensor or several."""
+
+    def before_update(self, optimizer):
         """Gradients are reduced, and the optimizer comes next."""
 
     def end(self):
         """A step is over, and counted in `done`."""
 
     def watch(self):
-        """Watch all that `Accelerator.prepare` returns from now on."""
+        """Watch all modules and optimizers of this process from now on."""
+        modules.register_module_forward_pre_hook(self._enter)
+        modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        optimizers.register_optimizer_step_pre_hook(self._update)
+        optimizers.register_optimizer_step_post_hook(self._updated)
+        patch(torch.autograd, "backward", self._backward)
+        if "deepspeed" in sys.modules or "ACCELERATE_USE_DEEPSPEED" in os.environ:
+            from deepspeed.runtime.engine import DeepSpeedEngine
 
-        def prepared(prepare, accelerator, *parts, **options):
-            for part in parts:
-                if isinstance(part, torch.nn.Module):
-                    self.preparing(accelerator, part)
-            found = prepare(accelerator, *parts, **options)
-            whole = found if isinstance(found, (tuple, list)) else (found,)
-            models = [part for part in whole if isinstance(part, torch.nn.Module)]
-            optimizers = [part for part in whole if isinstance(part, AcceleratedOptimizer)]
-            for model in models:
-                model.register_forward_pre_hook(self._forward, prepend=True)
-            for optimizer in optimizers:
-                self._follow(accelerator, models[0] if models else None, optimizer)
-            return found
+            patch(DeepSpeedEngine, "step", self._step_engine)
 
-        def loaded(load_state, *args, **options):
-            self.loading = True
-            result = load_state(*args, **options)
-            self.loading = False
-            return result
-
-        patch(Accelerator, "prepare", prepared)
-        patch(Accelerator, "load_state", loaded)
-
-    def _forward(self, model, _):
-        if torch.is_grad_enabled() and not self.in_step:
+    def _enter(self, module, _):
+        self.calls.append(module)
+        # Activation checkpointing calls modules within the backward pass.
+        if len(self.calls) > 1 or self.in_backward or not torch.is_grad_enabled():
+            return
+        if module not in self.models:
+            if not any(weight.requires_grad for weight in module.parameters()):
+                return  # a loss, or a frozen teacher
+            self.models.append(module)
+            self.found_model(module)
+        if not self.in_step:
             self.in_step = True
-            self.begin(model)
+            self.begin(module)
 
-    def _follow(self, accelerator, model, optimizer):
-        own_step = optimizer.step
-        # DeepSpeed's engine steps at the end of the backward pass, and its optimizer never does.
-        engine = model if hasattr(optimizer.optimizer, "loss_scaler") else None
-        update = engine.step if engine else None
+    def _leave(self, module, args, options, output=None):
+        # If the call fails, as activation checkpointing does on purpose, torch omits `options`.
+        self.calls.pop()
+        if not self.calls and not self.in_backward:
+            self.called(module, [args, options], output)
 
-        def engine_step(*args, **options):
-            self.before_update(model, optimizer)
-            return update(*args, **options)
+    def _backward(self, backward, tensors, *args, **options):
+        if not self.in_backward:  # A function's own backward may begin another one.
+            self.backwards += 1
+            self.before_backward(tensors)
+        self.in_backward += 1
+        try:
+            return backward(tensors, *args, **options)
+        finally:
+            self.in_backward -= 1
 
-        def step(_, *args, **options):
-            last = accelerator.sync_gradients and not self.loading
-            if last and not engine:
-                self.before_update(model, optimizer)
-            result = own_step(*args, **options)
-            if last:
-                self.done += 1
-                self.in_step = False
-                self.end()
-            return result
+    def _update(self, optimizer, *_):
+        fresh = self.backwards > self.used.get(optimizer, 0)
+        self.used[optimizer] = self.backwards
+        if fresh and self.stepping is None:  # Some optimizers step others.
+            self.stepping = optimizer
+            self.before_update(optimizer)
 
-        optimizer.step = types.MethodType(step, optimizer)  # A later schedule wraps a method.
-        if engine:
-            engine.step = engine_step
+    def _updated(self, optimizer, *_):
+        if optimizer is self.stepping:
+            self.stepping = None
+            self.done += 1
+            self.in_step = False
+            self.end()
+
+    def _step_engine(self, step, engine, *args, **options):
+        # DeepSpeed's own optimizer is none of torch's, and steps the script's once for each flat
+        # group. The engine is called for each micro-batch.
+        if not engine.is_gradient_accumulation_boundary():
+            return step(engine, *args, **options)
+        self.engine = engine
+        self._update(engine.optimizer)
+        result = step(engine, *args, **options)
+        self._updated(engine.optimizer)
+        return result
+
+
+def name_of(name):
+    """The name of a parameter or module without what wrappers put into it."""
+    for own in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        name = name.replace(own, "")
+    return name.removeprefix("module.")  # of DistributedDataParallel and DeepSpeed
+
+
+def in_training(model):
+    """Whether a model is in training mode. DeepSpeed's engine does not change its own."""
+    return getattr(model, "module", model).training

@@ -4,23 +4,25 @@ import math
 
 from common.losses import gap
 from common.printing import listed
-from watching.differences import EXPLAIN
+from watching.differences import ROUGH
 
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
-SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients"}
+SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "buffers": "buffers"}
 SEEN |= {"apart": "not the same on all ranks"}
+CERTAIN = {"samples", "rate", "apart", "alike"}  # which random numbers do not explain
 
 
 def tell(found, resumed=False):
     """Lines about the Differences of a run: a sentence for the first, and for those that do not
-    follow from it; the rest in one line.
+    follow from it; the rest in one line. What random numbers may explain comes last.
     """
     lines, rest = [], []
     sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
-    sentences |= {"grads": tell_grads, "apart": tell_apart}
-    for difference in found:
+    sentences |= {"grads": tell_grads, "buffers": tell_buffers}
+    sentences |= {"apart": tell_apart, "alike": tell_alike}
+    for difference in sorted(found, key=uncertain):
         kind, step = difference.kind, difference.step
-        if lines and kind not in ("samples", "rate"):
+        if lines and kind not in ("samples", "rate", "alike"):
             rest.append(f"{SEEN[kind]} from step {step}")
             continue
         sentence = tell_resumed if resumed else sentences.get(kind, tell_sum)
@@ -35,15 +37,25 @@ def some(names):
     return listed(names[::-1], 3)
 
 
-def draws(d):
-    """Whether random numbers may explain it. Then other causes cannot be seen."""
-    return d.kind in EXPLAIN and d.one["draws"] and not {"samples", "weights"} & set(d.others)
+def instead(many, one):
+    """ "A instead of B", with as many digits as show that they differ."""
+    pairs = [(f"{many:.{digits}g}", f"{one:.{digits}g}") for digits in (*range(6, 17), 17)]
+    shown = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+    return f"{shown[0]} instead of {shown[1]}"
+
+
+def uncertain(d):
+    """Whether random numbers that belong to no sample may explain it. Those of the same step come
+    after the weights were noted.
+    """
+    before = d.steps[: d.step - (d.kind == "weights")]
+    drawn = any(step["others"] for step in before) or d.one["drawn"] != d.many["drawn"]
+    return drawn and d.kind not in CERTAIN and (d.kind, d.step) != ("weights", 1)
 
 
 def hidden(found):
     """Whether random numbers may explain all that was found."""
-    certain = {"samples", "rate", "apart"} & {difference.kind for difference in found}
-    return bool(found) and draws(found[0]) and not certain
+    return bool(found) and all(map(uncertain, found))
 
 
 def tell_samples(d):
@@ -60,6 +72,8 @@ def tell_samples(d):
             "uneven last batch with samples that were read before; with drop_last=True the loader "
             "leaves it out"
         )
+    if d.one["epoch"] != d.many["epoch"]:
+        return tell_epoch(d)
     others = of_one - (d.one["samples"] & d.many["samples"]).total()
     return (
         f"{others} of {of_one} samples differ from those on one process: is the loader prepared, "
@@ -67,19 +81,36 @@ def tell_samples(d):
     )
 
 
+def tell_epoch(d):
+    cause = "does a rank's own loss end the loop, or a length that was taken before prepare?"
+    if d.one["epoch"] > d.many["epoch"]:
+        return (
+            f"an epoch ends after step {d.step - 1} on one process, but not on the ranks: {cause}"
+        )
+    same = [k for k, step in enumerate(d.steps, 1) if step["epoch"] == d.one["epoch"]]
+    return f"an epoch ends after step {d.step - 1}, not {same[-1]}: {cause}"
+
+
 def tell_rate(d):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
         return f"the ranks have different learning rates ({rates}): do all step the schedule?"
-    here, now = d.one["rate"][0], d.many["rate"][0]
-    before = d.steps[d.step - 2]["rate"][0]
-    seen = f"learning rate {now:.6g} instead of {here:.6g}"
+    pairs = zip(d.many["rate"], d.one["rate"], strict=True)
+    group = next(k for k, (now, here) in enumerate(pairs) if gap(now, here) > 1e-6)
+    now, here = d.many["rate"][group], d.one["rate"][group]
+    before = d.steps[d.step - 2]["rate"][group]
+    seen = f"learning rate {instead(now, here)}"
     if d.step == 1 and gap(now, here * d.ranks) < 1e-6:
         return f"{seen}, {d.ranks} times as large: is it multiplied by the number of processes?"
     if d.step > 1 and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
         return (
             f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
             "(split_batches is off), so its length must be counted in those. Is it stepped twice?"
+        )
+    if d.step > 1 and gap(now - before, here - before) < 0.25:
+        return (
+            f"{seen}: the schedule has almost the same length. Is it, or its warm-up, rounded for "
+            "each rank, by int(), math.ceil or the length of a loader?"
         )
     return (
         f"{seen}: the schedule has a different length. Is it prepared, and is its length that of "
@@ -92,7 +123,7 @@ def tell_weights(d):
     seen += f" ({some(d.names)})"
     if d.step == 1:
         return f"{seen}: set the seed on all ranks before the model is made"
-    if d.steps[d.step - 2]["norm"] and not d.many["norm"]:
+    if d.steps[d.step - 2]["grad_norm"] and not d.many["grad_norm"]:
         return (
             f"{seen}, and clip_grad_norm_ clipped nothing: under DeepSpeed only gradient_clipping "
             "in its JSON does"
@@ -104,17 +135,22 @@ def tell_sum(d):
     what = {"inputs": "the model's inputs", "outputs": "the model's outputs", "loss": "the loss"}
     one, many = (step["loss"] if d.kind == "loss" else step[d.kind][0] for step in (d.one, d.many))
     if one is None or many is None:
-        return f"{what[d.kind]}: {many} instead of {one}: do all ranks call Accelerator.backward?"
-    seen = f"{what[d.kind]}: {many:.6g} instead of {one:.6g}"
-    if draws(d):
-        off = "switch that off (noise, augmentation) to compare"
-        return f"{seen}: random numbers are drawn in this step, different ones on each rank: {off}"
+        return f"{what[d.kind]}: {many} instead of {one}: do all ranks compute gradients?"
+    seen = f"{what[d.kind]}: {instead(many, one)}"
+    if d.kind != "loss":
+        seen = f"{what[d.kind]} (sum of squares): {instead(many, one)}"
+    if uncertain(d):
+        return (
+            f"{seen}: random numbers are drawn in this step that belong to no sample, so they "
+            "differ: switch that off to compare"
+        )
     if d.kind == "inputs":
         return f"{seen}, from the same samples: are they augmented, or padded?"
-    if d.kind == "outputs" and d.one["norms"]:
+    if d.kind == "outputs" and d.one["batchnorms"]:
         return (
-            f"{seen}, from the same inputs: the model has BatchNorm ({d.one['norms'][0]}), which "
-            "normalizes over each rank's own samples; torch.nn.SyncBatchNorm uses those of all"
+            f"{seen}, from the same inputs: the model has BatchNorm ({d.one['batchnorms'][0]}), "
+            "which normalizes over each rank's own samples; torch.nn.SyncBatchNorm uses those of "
+            "all"
         )
     if d.kind == "outputs":
         return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
@@ -125,15 +161,22 @@ def tell_sum(d):
         return f"{seen}: is a mean multiplied by the number of processes?"
     return (
         f"{seen}: is it a mean over a count that differs between ranks (tokens, weights, a "
-        "mask), or does it compare the samples of a batch?"
+        f"mask), or does it compare the samples of a batch?{cut(d)}"
     )
+
+
+def cut(d):
+    """What to say if Accelerator.gather got tensors with gradients."""
+    if not d.many["cut"]:
+        return ""
+    return " Accelerator.gather cuts gradients: torch.distributed.nn.functional.all_gather does not"
 
 
 def tell_grads(d):
     one, many, names = d.one["grads"], d.many["grads"], d.names
     missing = [name for name in names if (one.get(name) is None) != (many.get(name) is None)]
     if missing:
-        return f"{some(missing)}: there is no gradient on one side"
+        return f"{some(missing)}: there is no gradient on one side{cut(d)}"
     seen = f"gradients of {len(names)} of {len(one)} tensors ({some(names)})"
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
     if all(gap(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
@@ -141,19 +184,67 @@ def tell_grads(d):
             f"{seen} are {ratios[0]:.4g} times as large: is a sum over ranks or micro-batches "
             "taken where a mean is meant, or the loss divided once too often?"
         )
-    norms = f"{many[names[-1]][0]:.4g} instead of {one[names[-1]][0]:.4g}"
     return (
-        f"{seen} differ; the first one's norm is {norms}: are gradients of another step left in "
-        "it, or are they changed before they are reduced?"
+        f"{seen} differ; {tell_numbers(many[names[-1]], one[names[-1]])}: are gradients of another "
+        f"step left in it, or are they changed before they are reduced?{cut(d)}"
+    )
+
+
+def tell_numbers(many, one):
+    """How the two numbers of the first tensor that is named differ."""
+    if abs(many[0] - one[0]) < abs(many[1] - one[1]) / 1000:
+        return f"the first one has the norm {one[0]:.6g} on both sides, but another direction"
+    return f"the first one's norm is {instead(many[0], one[0])}"
+
+
+def tell_buffers(d):
+    return (
+        f"{len(d.names)} buffers of the model differ ({some(d.names)}): does each rank update them "
+        "from its own samples? Then all-reduce what the update takes"
     )
 
 
 def tell_apart(d):
-    causes = {"weights": "does only one rank change them, or do they start with different ones?"}
-    causes |= {"grads": "is the loss computed by the prepared model, on all ranks?"}
     kind, names = next(iter(d.many["apart"].items()))
     seen = f"{len(names)} {SEEN[kind]} are not the same on all ranks ({some(names)})"
+    if kind == "grads" and set(names) <= set(d.many["unprepared"]):
+        return (
+            f"{seen}: no model that accelerator.prepare returned has these weights, so nothing "
+            "reduces their gradients"
+        )
+    causes = {"weights": "does only one rank change them, or do they start with different ones?"}
+    causes |= {"grads": "is the loss computed by the prepared model, on all ranks?"}
     return f"{seen}: {causes[kind]}"
+
+
+def tell_alike(d):
+    return tell_same_draws("noise, augmentation")
+
+
+def tell_same_draws(what):
+    """What to say if all ranks draw from the same state of a random generator."""
+    return (
+        f"all ranks draw the same random numbers ({what}): call set_seed(seed, "
+        "device_specific=True) after the model is made"
+    )
+
+
+def tell_remarks(found, since, drawn):
+    """Lines that change no verdict: about weights that differ without an effect (see
+    differences.compare), and about what differences.find_remarks has found (`drawn`).
+    """
+    lines = [f"{where}: {tell_same_draws(what)}" for where, what in drawn]
+    if "weights" in since and "weights" not in {difference.kind for difference in found}:
+        lines.append(
+            f"step {since['weights']}: weights differ, but neither outputs nor gradients do: "
+            "nothing depends on this"
+        )
+    return lines
+
+
+def tell_rough(problem):
+    """A line about a script that does not run in float64."""
+    return f"only differences above {ROUGH} count, as in float64 it fails ({problem})"
 
 
 def tell_resumed(d):

@@ -1,0 +1,240 @@
+"""Let what a script draws depend on the sample, the step and the number of the draw, not on the
+rank that draws it: noise, timesteps, masks, augmentation. Then ranks draw the same as one process.
+"""
+
+import contextlib
+import pickle
+import random
+import zlib
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from watching.steps import patch
+
+# Functions of torch and methods of tensors.
+DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"}
+DRAWS |= {"bernoulli", "poisson", "multinomial", "normal_", "uniform_", "random_", "bernoulli_"}
+DRAWS |= {"exponential_", "log_normal_", "cauchy_", "geometric_"}
+GENERATORS = []  # those of numpy that the script has made
+
+
+def random_states():
+    """{a library: the state of its random generator on the CPU, as bytes}"""
+    states = {"python": random.getstate(), "numpy": numpy.random.get_state()}
+    states |= {"torch": torch.get_rng_state().numpy()}
+    states |= {number: one.bit_generator.state for number, one in enumerate(GENERATORS)}
+    return {name: pickle.dumps(state) for name, state in states.items()}
+
+
+def set_states(states):
+    """Bring back what random_states has returned."""
+    states = {name: pickle.loads(state) for name, state in states.items()}
+    random.setstate(states.pop("python"))
+    numpy.random.set_state(states.pop("numpy"))
+    torch.set_rng_state(torch.from_numpy(states.pop("torch")))
+    for number, state in states.items():
+        GENERATORS[number].bit_generator.state = state
+
+
+def set_seed(seed):
+    """Seed all of these generators."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for one in GENERATORS:
+        one.bit_generator.state = type(one.bit_generator)(seed).state
+
+
+def moved(before):
+    """Those of the states `before` whose generators have drawn since."""
+    now = random_states()
+    return {name: state for name, state in before.items() if now[name] != state}
+
+
+def checksum(states):
+    """A number for these states, the same on ranks that draw the same."""
+    return zlib.crc32(b"".join(states.values()))
+
+
+def generator_of(args, options):
+    """The random generator that a function of torch uses with these arguments."""
+    if options.get("generator"):
+        return options["generator"]
+    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+    device = torch.device(options.get("device") or (devices or [torch.get_default_device()])[0])
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def new_record():
+    """What is noted of draws. "rows" counts numbers, or rows of them, that were drawn for samples.
+    "noise" has {kind: a checksum of the state from which the first was drawn}, where the kind is
+    "dropout" or "noise". "others" tells that something was drawn which belongs to no sample.
+    """
+    return {"rows": 0, "noise": {}, "others": False}
+
+
+def add_record(record, more):
+    """Add what was noted later."""
+    record["rows"] += more["rows"]
+    record["noise"] = more["noise"] | record["noise"]
+    record["others"] |= more["others"]
+
+
+class Draws(TorchFunctionMode):
+    """Draws for each sample of a batch, if a function draws as many rows as there are samples.
+
+    A draw has the number that the state of its generator got when it came up first, so activation
+    checkpointing, which brings back the state, draws the same again.
+    """
+
+    def __init__(self, watch):
+        super().__init__()
+        self.watch = watch
+        self.record = new_record()
+        self.busy = False
+        self.hand_out([], new_record())
+
+    def hand_out(self, samples, record):
+        """From now on draws belong to these samples, whose reading has drawn what `record` says."""
+        self.owners, self.numbers = samples, {}
+        add_record(self.record, record)
+        self.states = random_states()
+
+    def take(self):
+        """What was noted since the last call."""
+        self.record["others"] |= bool(moved(self.states))
+        record, self.record = self.record, new_record()
+        self.states = random_states()
+        return record
+
+    def note(self, kind, states):
+        """Note that something of this kind is drawn from these states, if the script seeds them."""
+        if not self.watch.seeded:
+            self.record["noise"].setdefault(kind, checksum(states))
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.owners or self.busy or getattr(function, "__name__", "") not in DRAWS:
+            return function(*args, **kwargs)
+        generator = generator_of(args, kwargs)
+        state = generator.get_state()
+        found = function(*args, **kwargs)
+        if found.ndim and len(found) == len(self.owners):
+            self.busy = True  # A backward pass enters the mode once more.
+            self.draw_rows(found, function, args, kwargs, generator, state)
+            self.busy = False
+        else:
+            self.record["others"] |= "generator" in kwargs  # `states` has only the default ones.
+        return found
+
+    def draw_rows(self, found, function, args, options, generator, state):
+        """Draw each row of `found` again, from a seed of its sample. The generator goes on by one
+        number from `state`, on one process and on each rank alike.
+        """
+        name, rows, raw = function.__name__, len(found), pickle.dumps(state.numpy())
+        number = self.numbers.setdefault((id(generator), raw), len(self.numbers))
+        if name in ("rand", "randn") and isinstance((*args, None)[0], int):
+            args = (args,)  # the sizes
+
+        def of_row(row, value):
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows:
+                return value[row : row + 1]
+            if isinstance(value, (tuple, list)) and value and value[0] == rows:
+                return (1, *value[1:])
+            return value
+
+        parts = []
+        with torch.no_grad():
+            for row, owner in enumerate(self.owners):
+                own = repr((owner, self.watch.done, number))
+                generator.manual_seed(zlib.crc32(own.encode()))
+                own_options = {key: of_row(row, value) for key, value in options.items()}
+                parts.append(function(*(of_row(row, arg) for arg in args), **own_options))
+            if not name.endswith("_"):  # Otherwise it has filled the rows of its tensor.
+                found.copy_(torch.cat(parts))
+        generator.set_state(state)
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+        if self.watch.in_backward:
+            return
+        if generator is torch.default_generator:
+            self.record["others"] |= raw != self.states["torch"]
+            self.states["torch"] = pickle.dumps(torch.get_rng_state().numpy())
+        self.record["rows"] += rows
+        within = [type(module).__name__.lower() for module in self.watch.calls]
+        drops = "bernoulli" in name or any("drop" in module for module in within)
+        self.note("dropout" if within and drops else "noise", {"own": raw})
+
+    @contextlib.contextmanager
+    def collating(self, samples):
+        """While samples are made a batch, draws belong to them, and change no state."""
+        before, outer = random_states(), (self.owners, self.numbers, self.states)
+        self.owners, self.numbers, self.states = samples, {}, dict(before)
+        yield
+        if not moved(self.states):
+            set_states(before)
+        self.owners, self.numbers, self.states = outer
+
+    def read(self, take, fetcher, indices, again):
+        """A batch of a loader, and a record of what was drawn for it. If something was drawn, read
+        each sample `again`, from a seed of its index.
+        """
+        outer, self.record = self.record, new_record()
+        before = random_states()
+        batch = take(fetcher, indices)
+        drew = moved(before)
+        if again and drew and isinstance(fetcher, _MapDatasetFetcher):
+            set_states(before)
+            self.record = new_record()
+            self.note("noise", drew)
+            data, fetcher.dataset = (
+                fetcher.dataset,
+                SeededBySample(fetcher.dataset, self.watch.done),
+            )
+            batch = take(fetcher, indices)
+            fetcher.dataset = data
+        self.record["others"] |= bool(moved(before))
+        record, self.record = self.record, outer
+        return batch, record
+
+
+class SeededBySample:
+    """A data set whose random augmentation of a sample is the same, whichever rank reads it."""
+
+    def __init__(self, data, step):
+        self.data, self.step = data, step
+
+    def seeded(self, index, get):
+        """What `get()` returns if the generators have a seed of this sample and step."""
+        before = random_states()
+        set_seed(zlib.crc32(repr((index, self.step)).encode()))
+        found = get()
+        set_states(before)
+        return found
+
+    def __getitem__(self, index):
+        return self.seeded(index, lambda: self.data[index])
+
+    def __getitems__(self, indices):
+        read = getattr(self.data, "__getitems__", None)
+        if not read:
+            return [self[index] for index in indices]
+        parts = [self.seeded(index, lambda: read([index])) for index in indices]  # noqa: B023
+        # Some data sets return no list of samples, but a batch.
+        return [one for [one] in parts] if isinstance(parts[0], list) else read(indices)
+
+
+def watch_generators():
+    """From now on GENERATORS has those of numpy that the script makes."""
+
+    def make(default_rng, *args, **options):
+        made = default_rng(*args, **options)
+        GENERATORS.append(made)
+        return made
+
+    patch(numpy.random, "default_rng", make)
