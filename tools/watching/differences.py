@@ -18,6 +18,7 @@ EXACT, ROUGH, ROUNDED = 1e-9, 3e-2, 2e-5
 KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "buffers"]
 KINDS += ["apart", "alike"]
 EXPLAIN = ("inputs", "outputs", "loss")
+CERTAIN = ("samples", "rate", "apart", "alike")  # which random numbers do not explain
 
 
 class CannotTellError(Exception):
@@ -32,6 +33,7 @@ class NotComparableError(CannotTellError):
 class Difference:
     """At step `step`, `one` process and the ranks (`many`) differ in `kind`, in tensors `names`.
     `others` are the kinds that differ at the same step before it, and `steps` those of one process.
+    `uncertain` says that it may come from random numbers that belong to no sample.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Difference:
     names: list
     others: list
     steps: list
+    uncertain: bool
 
     @property
     def ranks(self):
@@ -57,7 +60,7 @@ def merge(ranks):
 
 def merge_step(parts):
     """One step of all ranks. "apart" are the tensors that they do not share, "drawn" the rows of
-    random numbers that belong to samples, and "others" is True if there were more.
+    random numbers that belong to samples. "others" tells what each rank drew besides.
     """
     losses = [part["loss"] for part in parts]
     step = parts[0] | {
@@ -66,7 +69,7 @@ def merge_step(parts):
         "rates": [part["rate"] for part in parts],
         "loss": None if None in losses else sum(losses) / len(losses),
         "drawn": sum(part["drawn"]["rows"] for part in parts),
-        "others": any(part["drawn"]["others"] for part in parts),
+        "others": {part["drawn"]["others"] for part in parts},
         "noise": drawn_alike([part["drawn"]["noise"] for part in parts]),
         "cut": any(part["cut"] for part in parts),
         "apart": {},
@@ -179,7 +182,7 @@ def compare(one, many, limit, skipped=0):
     differs}, harmless ones too; and {kind: the largest distance}. "first weights" are a kind.
     `many` begins `skipped` steps later than `one`.
     """
-    found, since, largest, scale = {}, {}, {}, 0.0
+    found, since, largest, scale, drawn = {}, {}, {}, 0.0, False
     for k, (a, b) in enumerate(zip(one[skipped:], many, strict=False), skipped):
         distance = distances(a, b, scale)
         scale = max(scale, norm_of_all(a["grads"]))
@@ -194,8 +197,11 @@ def compare(one, many, limit, skipped=0):
         # What the ranks do not share explains all that comes after, except samples.
         if "apart" in kinds and "samples" not in kinds:
             kinds.sort(key=lambda kind: kind != "apart")
+        before, drawn = drawn, drawn or a["others"] != b["others"] or a["drawn"] != b["drawn"]
         for place, kind in enumerate(kinds):
-            new = Difference(kind, k + 1, a, b, here[kind], kinds[:place], one)
+            # The weights were noted before something was drawn in their step.
+            uncertain = kind not in CERTAIN and (before if kind == "weights" else drawn)
+            new = Difference(kind, k + 1, a, b, here[kind], kinds[:place], one, uncertain)
             found.setdefault(kind, new)
     return list(found.values()), since, largest
 

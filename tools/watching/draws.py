@@ -22,9 +22,11 @@ GENERATORS = []  # those of numpy that the script has made
 
 
 def random_states():
-    """{a library: the state of its random generator on the CPU, as bytes}"""
+    """{a library: the state of its random generator, as bytes}"""
     states = {"python": random.getstate(), "numpy": numpy.random.get_state()}
-    states |= {"torch": torch.get_rng_state().numpy()}
+    states |= {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
     states |= {number: one.bit_generator.state for number, one in enumerate(GENERATORS)}
     return {name: pickle.dumps(state) for name, state in states.items()}
 
@@ -34,7 +36,9 @@ def set_states(states):
     states = {name: pickle.loads(state) for name, state in states.items()}
     random.setstate(states.pop("python"))
     numpy.random.set_state(states.pop("numpy"))
-    torch.set_rng_state(torch.from_numpy(states.pop("torch")))
+    torch.set_rng_state(torch.from_numpy(states.pop("cpu")))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(torch.from_numpy(states.pop("cuda")))
     for number, state in states.items():
         GENERATORS[number].bit_generator.state = state
 
@@ -43,7 +47,7 @@ def set_seed(seed):
     """Seed all of these generators."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    torch.manual_seed(seed)
     for one in GENERATORS:
         one.bit_generator.state = type(one.bit_generator)(seed).state
 
@@ -74,16 +78,16 @@ def generator_of(args, options):
 def new_record():
     """What is noted of draws. "rows" counts numbers, or rows of them, that were drawn for samples.
     "noise" has {kind: a checksum of the state from which the first was drawn}, where the kind is
-    "dropout" or "noise". "others" tells that something was drawn which belongs to no sample.
+    "dropout" or "noise". "others" is a checksum of all that belongs to no sample: 0, if nothing.
     """
-    return {"rows": 0, "noise": {}, "others": False}
+    return {"rows": 0, "noise": {}, "others": 0}
 
 
 def add_record(record, more):
     """Add what was noted later."""
     record["rows"] += more["rows"]
     record["noise"] = more["noise"] | record["noise"]
-    record["others"] |= more["others"]
+    record["others"] ^= more["others"]
 
 
 class Draws(TorchFunctionMode):
@@ -108,10 +112,18 @@ class Draws(TorchFunctionMode):
 
     def take(self):
         """What was noted since the last call."""
-        self.record["others"] |= bool(moved(self.states))
+        before, self.states = self.states, random_states()
+        self.note_others(before, self.states)
         record, self.record = self.record, new_record()
-        self.states = random_states()
         return record
+
+    def note_others(self, before, after):
+        """Note that generators have moved from states `before` to `after`. Those that draw the same
+        on one process and on a rank do so between the same states.
+        """
+        for name, state in before.items():
+            if state != after[name]:
+                self.record["others"] = zlib.crc32(state + after[name], self.record["others"])
 
     def note(self, kind, states):
         """Note that something of this kind is drawn from these states, if the script seeds them."""
@@ -129,8 +141,9 @@ class Draws(TorchFunctionMode):
             self.busy = True  # A backward pass enters the mode once more.
             self.draw_rows(found, function, args, kwargs, generator, state)
             self.busy = False
-        else:
-            self.record["others"] |= "generator" in kwargs  # `states` has only the default ones.
+        elif "generator" in kwargs:  # `states` has only the default ones.
+            after = pickle.dumps(generator.get_state().numpy())
+            self.note_others({"own": pickle.dumps(state.numpy())}, {"own": after})
         return found
 
     def draw_rows(self, found, function, args, options, generator, state):
@@ -162,9 +175,10 @@ class Draws(TorchFunctionMode):
         torch.empty(1, device=generator.device).uniform_(generator=generator)
         if self.watch.in_backward:
             return
-        if generator is torch.default_generator:
-            self.record["others"] |= raw != self.states["torch"]
-            self.states["torch"] = pickle.dumps(torch.get_rng_state().numpy())
+        if not options.get("generator"):
+            device = generator.device.type
+            self.note_others({device: self.states.get(device, raw)}, {device: raw})
+            self.states[device] = pickle.dumps(generator.get_state().numpy())
         self.record["rows"] += rows
         within = [type(module).__name__.lower() for module in self.watch.calls]
         drops = "bernoulli" in name or any("drop" in module for module in within)
@@ -192,13 +206,11 @@ class Draws(TorchFunctionMode):
             set_states(before)
             self.record = new_record()
             self.note("noise", drew)
-            data, fetcher.dataset = (
-                fetcher.dataset,
-                SeededBySample(fetcher.dataset, self.watch.done),
-            )
+            data = fetcher.dataset
+            fetcher.dataset = SeededBySample(data, self.watch.done)
             batch = take(fetcher, indices)
             fetcher.dataset = data
-        self.record["others"] |= bool(moved(before))
+        self.note_others(before, random_states())
         record, self.record = self.record, outer
         return batch, record
 

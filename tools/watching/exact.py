@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from watching.steps import patch
 
-FLOAT64 = torch.float64
-FEWER_BITS = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT32, FLOAT64 = torch.float32, torch.float64  # widen_model changes what torch's names mean
+FEWER_BITS = (FLOAT32, torch.float16, torch.bfloat16)
 CASTS = ("float", "half", "bfloat16")  # methods of tensors and modules
 IN_PLACE = re.compile(r"__setitem__|__i(?!n)\w+__|(?!__)\w+_")
 # With a dtype, these say how bytes are to be read.
@@ -47,7 +47,7 @@ class Exact(TorchFunctionMode):
         if name in CASTS:
             return torch.Tensor.double(*args, **kwargs)
         if name in MAKE_RANDOM:
-            return widen(function(*args, **kwargs | {"dtype": torch.float32}))
+            return widen(function(*args, **kwargs | {"dtype": FLOAT32}))
         if name in FILL_RANDOM and has_type(kwargs.get("tensor", *args[:1]), FLOAT64):
             return fill(function, args, kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -70,7 +70,7 @@ def is_dtype(value):
 def fill(function, args, kwargs):
     """Fill a float64 tensor, the first argument or `tensor`, with random numbers of float32."""
     target, *more = args or [kwargs["tensor"]]
-    drawn = torch.empty_like(target, dtype=torch.float32)
+    drawn = torch.empty_like(target, dtype=FLOAT32)
     function(drawn, *more, **{name: kwargs[name] for name in kwargs if name != "tensor"})
     with torch.no_grad():
         return target.copy_(drawn)

@@ -320,7 +320,7 @@ class Watch(StepWatch):
 
     def _note_dropout(self, rate):
         if rate and not self.in_backward:
-            self.draws.note("dropout", {"torch": self.draws.states["torch"]})
+            self.draws.note("dropout", {"cpu": self.draws.states["cpu"]})
 
     # ---- the end
 

@@ -9,7 +9,6 @@ from watching.differences import ROUGH
 SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
 SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "buffers": "buffers"}
 SEEN |= {"apart": "not the same on all ranks"}
-CERTAIN = {"samples", "rate", "apart", "alike"}  # which random numbers do not explain
 
 
 def tell(found, resumed=False):
@@ -20,7 +19,7 @@ def tell(found, resumed=False):
     sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
     sentences |= {"grads": tell_grads, "buffers": tell_buffers}
     sentences |= {"apart": tell_apart, "alike": tell_alike}
-    for difference in sorted(found, key=uncertain):
+    for difference in sorted(found, key=lambda difference: difference.uncertain):
         kind, step = difference.kind, difference.step
         if lines and kind not in ("samples", "rate", "alike"):
             rest.append(f"{SEEN[kind]} from step {step}")
@@ -44,18 +43,9 @@ def instead(many, one):
     return f"{shown[0]} instead of {shown[1]}"
 
 
-def uncertain(d):
-    """Whether random numbers that belong to no sample may explain it. Those of the same step come
-    after the weights were noted.
-    """
-    before = d.steps[: d.step - (d.kind == "weights")]
-    drawn = any(step["others"] for step in before) or d.one["drawn"] != d.many["drawn"]
-    return drawn and d.kind not in CERTAIN and (d.kind, d.step) != ("weights", 1)
-
-
 def hidden(found):
     """Whether random numbers may explain all that was found."""
-    return bool(found) and all(map(uncertain, found))
+    return bool(found) and all(difference.uncertain for difference in found)
 
 
 def tell_samples(d):
@@ -139,7 +129,7 @@ def tell_sum(d):
     seen = f"{what[d.kind]}: {instead(many, one)}"
     if d.kind != "loss":
         seen = f"{what[d.kind]} (sum of squares): {instead(many, one)}"
-    if uncertain(d):
+    if d.uncertain:
         return (
             f"{seen}: random numbers are drawn in this step that belong to no sample, so they "
             "differ: switch that off to compare"
