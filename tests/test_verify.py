@@ -18,6 +18,8 @@ import torch
 from conftest import BASELINE, ROOT, RUNGS, STRATEGIES, run_forked
 from test_bert import TINY
 
+from watching.draws import generator_of
+
 LAB = ROOT / "docs" / "lab"
 ZOO = ROOT / "tests" / "data" / "verify"
 BATCH = ["--batch_flag", "batch_size=16"]
@@ -31,7 +33,7 @@ QUICK = ["loader_not_prepared", "loss_sum", "batchnorm", "average_on_main", "sam
 RIGHT = dict.fromkeys(["right", "right_accumulation", "right_iterable"], STRATEGIES)
 RIGHT |= {"right_trainer": STRATEGIES, "right_habits": ["ddp", "fsdp", "zero2"]}
 RIGHT |= {"right_two_optimizers": ["ddp", "fsdp"]}  # DeepSpeed trains one model.
-RIGHT |= {"right_draws": ["ddp"]}  # An average of shards is another script.
+RIGHT |= {"right_draws": ["ddp", "zero2"], "right_casts": ["ddp", "zero2"]}
 
 
 def read_mistakes():
@@ -188,6 +190,15 @@ def test_this_projects_scripts_train_the_same(script, tmp_path):
     assert list(found) == names
     assert all(float(one["cells"]["loss"].removeprefix("same, ")) < 1e-14 for one in found.values())
     verify(tmp_path, "--yaml", "hsdp", "--ranks", 4, *OURS, *script, *end)
+
+
+def test_a_function_of_torch_draws_from_the_generator_of_its_device(monkeypatch):
+    """On a GPU, that of the GPU; the tool seeds it for each sample."""
+    monkeypatch.setattr(torch.cuda, "default_generators", ["first", "second"])
+    assert generator_of((2, 3), {}) is generator_of((torch.ones(2),), {}) is torch.default_generator
+    assert generator_of((2, 3), {"device": "cuda:1"}) == "second"
+    own = torch.Generator()
+    assert generator_of((2, 3), {"device": "cuda:1", "generator": own}) is own
 
 
 ERRORS = {

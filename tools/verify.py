@@ -46,8 +46,7 @@ from watching.differences import CannotTellError, NotComparableError  # noqa: E4
 from watching.launching import run_ranks  # noqa: E402
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
-ROWS = {"samples": "samples", "rate": "learning rate", "loss": "loss", "grads": "gradients"}
-ROWS |= {"weights": "weights"}
+ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}
 
 
 def cannot_tell(problem):
@@ -242,7 +241,8 @@ def compare_runs(args, alone, label, many, exact):
         cells["evaluated samples"] = f"step {evaluated[0]}"
         lines.append(wording.tell_evaluation(*evaluated))
     cells["printed numbers"] = "differ" if printed else f"same, {numbers}" if numbers else "none"
-    verdict = "cannot tell" if wording.hidden(found) else "differs" if lines else "the same"
+    hidden = found and all(difference.uncertain for difference in found)
+    verdict = "cannot tell" if hidden else "differs" if lines else "the same"
     if printed:
         verdict = "trains the same, but prints other numbers" if verdict == "the same" else verdict
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")

@@ -15,8 +15,9 @@ EXACT, ROUGH, ROUNDED = 1e-9, 3e-2, 2e-5
 # Each kind can cause those after it. "apart" is what the ranks should share, but do not; "alike"
 # are random numbers that they should not share, but do. Inputs, outputs and the loss only explain a
 # difference of the gradients or buffers.
-KINDS = ["samples", "rate", "weights", "inputs", "outputs", "loss", "grads", "buffers"]
-KINDS += ["apart", "alike"]
+NAMES = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
+NAMES |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "buffers": "buffers"}
+NAMES |= {"apart": "not the same on all ranks", "alike": "random numbers"}
 EXPLAIN = ("inputs", "outputs", "loss")
 CERTAIN = ("samples", "rate", "apart", "alike")  # which random numbers do not explain
 
@@ -76,9 +77,10 @@ def merge_step(parts):
     }
     for kind in ("inputs", "outputs"):
         step[kind] = [sum(column) for column in zip(*[part[kind] for part in parts], strict=True)]
+    least = least_of(parts[0])
     for kind in ("weights", "grads"):
         for name, first in parts[0][kind].items():
-            if any(far(first, part[kind].get(name), 1e-20) > EXACT for part in parts[1:]):
+            if any(far(first, part[kind].get(name), least[kind]) > EXACT for part in parts[1:]):
                 step["apart"].setdefault(kind, []).append(name)
     return step
 
@@ -126,6 +128,16 @@ def norm_of_all(tensors):
     return math.sqrt(sum(two[0] ** 2 for two in tensors.values() if two))
 
 
+def least_of(step, scale=0.0):
+    """{kind: the norm with which smaller tensors are compared}. `scale` is the largest norm of all
+    gradients so far. The gradient of a bias before a softmax is only the rounding of numbers that
+    are as large as the loss.
+    """
+    least = {kind: 1e-3 * norm_of_all(step[kind]) for kind in ("weights", "buffers")}
+    norm = max(scale, norm_of_all(step["grads"]))
+    return least | {"grads": max(1e-4 * norm, 1e-5 * abs(step["loss"] or 0.0))}
+
+
 def distances(a, b, scale):
     """{(kind, tensor): how far step b is from step a}, in the order of the model's tensors. What is
     not a tensor has the name "". `scale` is the largest norm of all gradients so far.
@@ -137,8 +149,7 @@ def distances(a, b, scale):
     # ZeRO-3 does not tell frozen weights.
     known = [name for name, two in a["weights"].items() if two and b["weights"].get(name)]
     weights = [{name: step["weights"][name] for name in known} for step in (a, b)]
-    least = {"weights": 1e-3 * norm_of_all(weights[0]), "buffers": 1e-3 * norm_of_all(a["buffers"])}
-    least["grads"] = 1e-4 * max(scale, norm_of_all(a["grads"]))
+    least = least_of(a, scale)
     found |= far_by_name("weights", *weights, least)
     for kind in ("grads", "buffers"):
         found |= far_by_name(kind, a[kind], b[kind], least)
@@ -166,7 +177,7 @@ def differences(a, b, distance, limit):
         here["apart"] = []
     if "noise" in b["noise"]:
         here["alike"] = []
-    return {kind: here[kind] for kind in KINDS if kind in here}
+    return {kind: here[kind] for kind in NAMES if kind in here}
 
 
 def harmless(kind, here):
@@ -218,17 +229,13 @@ def check_trains(base):
             raise NotComparableError(f"the loss is NaN from step {k}")
 
 
-NAMES = {"rate": "learning rates", "grads": "gradients", "loss": "losses"}
-
-
 def check_repeats(base, again):
     """Raises NotComparableError unless one process repeats what it did."""
     found, _, _ = compare(merge(base), merge(again), ROUNDED)
     if found:
-        kind = NAMES.get(found[0].kind, found[0].kind)
         raise NotComparableError(
-            f"step {found[0].step} has different {kind} in each run: add --seed 0 here, or call "
-            "accelerate.utils.set_seed before anything is drawn"
+            f"step {found[0].step} has different {NAMES[found[0].kind]} in each run: add --seed 0 "
+            "here, or call accelerate.utils.set_seed before anything is drawn"
         )
 
 
@@ -259,6 +266,9 @@ NAMED = r"\w*(?:time|second)\w*\W+"
 MEASURED = re.compile(rf"\d+(?::\d+)+|{NUMBER.pattern}(?={UNIT})|{NAMED}{NUMBER.pattern}", re.I)
 
 
+PROGRESS = re.compile(r"%\||it/s|s/it")  # of tqdm's bars
+
+
 def printed_numbers(rank):
     """{a line with # for its numbers: [(the line, its numbers)]}"""
     found = {}
@@ -266,7 +276,7 @@ def printed_numbers(rank):
         kept = MEASURED.sub("measured", line)
         words = [word.lower().replace("none", "nan") for word in NUMBER.findall(kept)]
         numbers = [float(word) for word in words]
-        if numbers and "it/s" not in line and "s/it" not in line:  # those are of progress bars
+        if numbers and not PROGRESS.search(line):
             found.setdefault(NUMBER.sub("#", kept), []).append((line.strip(), numbers))
     return found
 

@@ -49,6 +49,7 @@ class StepWatch:
         self.backwards = self.in_backward = 0  # backward passes so far, and those within others
         self.used = weakref.WeakKeyDictionary()  # {optimizer: the backward passes that it has used}
         self.stepping = None  # the optimizer that steps
+        self.closure = False  # it computes the gradients itself, and has not yet
 
     def found_model(self, model):
         """A model is about to make its first forward pass with gradients."""
@@ -109,17 +110,22 @@ class StepWatch:
             return backward(tensors, *args, **options)
         finally:
             self.in_backward -= 1
+            if self.closure and not self.in_backward:
+                self.closure = False
+                self.before_update(self.stepping)
 
-    def _update(self, optimizer, *_):
+    def _update(self, optimizer, args=(), _=None):
         fresh = self.backwards > self.used.get(optimizer, 0)
         self.used[optimizer] = self.backwards
-        if fresh and self.stepping is None:  # Some optimizers step others.
-            self.stepping = optimizer
-            self.before_update(optimizer)
+        closure = args[0] if args and callable(args[0]) else None
+        if (fresh or closure) and self.stepping is None:  # Some optimizers step others.
+            self.stepping, self.closure = optimizer, not fresh
+            if fresh:
+                self.before_update(optimizer)
 
     def _updated(self, optimizer, *_):
         if optimizer is self.stepping:
-            self.stepping = None
+            self.stepping, self.used[optimizer] = None, self.backwards
             self.done += 1
             self.in_step = False
             self.end()

@@ -1,14 +1,13 @@
 """Say what verify.py found: what was seen, and what usually causes it."""
 
-import math
-
 from common.losses import gap
 from common.printing import listed
-from watching.differences import ROUGH
+from watching.differences import NAMES, ROUGH
 
-SEEN = {"samples": "samples", "rate": "learning rate", "weights": "weights", "inputs": "inputs"}
-SEEN |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "buffers": "buffers"}
-SEEN |= {"apart": "not the same on all ranks"}
+DRAWN = (
+    ": random numbers are drawn in this step that belong to no sample, so they differ: switch that "
+    "off to compare"
+)
 
 
 def tell(found, resumed=False):
@@ -17,12 +16,12 @@ def tell(found, resumed=False):
     """
     lines, rest = [], []
     sentences = {"samples": tell_samples, "rate": tell_rate, "weights": tell_weights}
-    sentences |= {"grads": tell_grads, "buffers": tell_buffers}
+    sentences |= {"loss": tell_loss, "grads": tell_grads, "buffers": tell_buffers}
     sentences |= {"apart": tell_apart, "alike": tell_alike}
     for difference in sorted(found, key=lambda difference: difference.uncertain):
         kind, step = difference.kind, difference.step
         if lines and kind not in ("samples", "rate", "alike"):
-            rest.append(f"{SEEN[kind]} from step {step}")
+            rest.append(f"{NAMES[kind]} from step {step}")
             continue
         sentence = tell_resumed if resumed else sentences.get(kind, tell_sum)
         lines.append(f"step {step}: {sentence(difference)}")
@@ -41,11 +40,6 @@ def instead(many, one):
     pairs = [(f"{many:.{digits}g}", f"{one:.{digits}g}") for digits in (*range(6, 17), 17)]
     shown = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
     return f"{shown[0]} instead of {shown[1]}"
-
-
-def hidden(found):
-    """Whether random numbers may explain all that was found."""
-    return bool(found) and all(difference.uncertain for difference in found)
 
 
 def tell_samples(d):
@@ -95,9 +89,10 @@ def tell_rate(d):
     if d.step > 1 and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
         return (
             f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
-            "(split_batches is off), so its length must be counted in those. Is it stepped twice?"
+            "(split_batches is off), so its length and warm-up must be counted in those. Is it "
+            "stepped twice?"
         )
-    if d.step > 1 and gap(now - before, here - before) < 0.25:
+    if d.step > 1 and gap(now - before, here - before) < 1 / 3:
         return (
             f"{seen}: the schedule has almost the same length. Is it, or its warm-up, rounded for "
             "each rank, by int(), math.ceil or the length of a loader?"
@@ -122,29 +117,34 @@ def tell_weights(d):
 
 
 def tell_sum(d):
-    what = {"inputs": "the model's inputs", "outputs": "the model's outputs", "loss": "the loss"}
-    one, many = (step["loss"] if d.kind == "loss" else step[d.kind][0] for step in (d.one, d.many))
-    if one is None or many is None:
-        return f"{what[d.kind]}: {many} instead of {one}: do all ranks compute gradients?"
-    seen = f"{what[d.kind]}: {instead(many, one)}"
-    if d.kind != "loss":
-        seen = f"{what[d.kind]} (sum of squares): {instead(many, one)}"
+    one, many = d.one[d.kind][0], d.many[d.kind][0]
+    seen = f"the model's {d.kind} (sum of squares): {instead(many, one)}"
     if d.uncertain:
-        return (
-            f"{seen}: random numbers are drawn in this step that belong to no sample, so they "
-            "differ: switch that off to compare"
-        )
+        return f"{seen}{DRAWN}"
     if d.kind == "inputs":
         return f"{seen}, from the same samples: are they augmented, or padded?"
-    if d.kind == "outputs" and d.one["batchnorms"]:
+    if d.one["batchnorms"]:
         return (
             f"{seen}, from the same inputs: the model has BatchNorm ({d.one['batchnorms'][0]}), "
-            "which normalizes over each rank's own samples; torch.nn.SyncBatchNorm uses those of "
-            "all"
+            "which normalizes over each rank's own samples; torch.nn.SyncBatchNorm uses all samples"
         )
-    if d.kind == "outputs":
-        return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
-    seen += f", {many / one if one else math.inf:.4g} times, with the same outputs"
+    return f"{seen}, from the same inputs: does the model use its rank, or the batch's size?"
+
+
+def tell_loss(d):
+    one, many = d.one["loss"], d.many["loss"]
+    if one is None or many is None:
+        return f"the loss: {many} instead of {one}: do all ranks compute gradients?"
+    seen = f"the loss: {instead(many, one)}"
+    if d.uncertain:
+        return f"{seen}{DRAWN}"
+    if d.one["inputs"][1] != d.many["inputs"][1]:
+        return (
+            f"{seen}: is it a mean over a count that differs between ranks (tokens, a mask)? The "
+            "ranks pad their samples to other lengths: does padding count in it?"
+        )
+    times = f"{many / one:.4g}" if one else "1"
+    seen += f"{f', {times} times' if times != '1' else ''}, with the same outputs"
     if gap(many * d.ranks, one) < 1e-4:
         return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
     if gap(many, one * d.ranks) < 1e-4:
@@ -169,22 +169,25 @@ def tell_grads(d):
         return f"{some(missing)}: there is no gradient on one side{cut(d)}"
     seen = f"gradients of {len(names)} of {len(one)} tensors ({some(names)})"
     ratios = [many[name][i] / (one[name][i] or 1e-30) for name in names for i in (0, 1)]
-    if all(gap(ratio, ratios[0]) < 1e-3 for ratio in ratios) and len(names) > 1:
+    alike = len(names) > 1 and all(gap(ratio, ratios[0]) < 1e-3 for ratio in ratios)
+    if alike and gap(ratios[0], 1) > 1e-3:
         return (
             f"{seen} are {ratios[0]:.4g} times as large: is a sum over ranks or micro-batches "
             "taken where a mean is meant, or the loss divided once too often?"
         )
+    if alike:
+        return (
+            f"{seen} differ by {gap(ratios[0], 1):.0e} of their norm: is a small constant added to "
+            "a count, or something rounded?"
+        )
+    now, here = many[names[-1]], one[names[-1]]
+    first = f"the first one's norm is {instead(now[0], here[0])}"
+    if gap(now[0], here[0]) < gap(now[1], here[1]) / 1000:
+        first = f"the first one's norm is {here[0]:.6g} on both sides, but not its direction"
     return (
-        f"{seen} differ; {tell_numbers(many[names[-1]], one[names[-1]])}: are gradients of another "
-        f"step left in it, or are they changed before they are reduced?{cut(d)}"
+        f"{seen} differ; {first}: are gradients of another step left in it, or are they changed "
+        f"before they are reduced?{cut(d)}"
     )
-
-
-def tell_numbers(many, one):
-    """How the two numbers of the first tensor that is named differ."""
-    if abs(many[0] - one[0]) < abs(many[1] - one[1]) / 1000:
-        return f"the first one has the norm {one[0]:.6g} on both sides, but another direction"
-    return f"the first one's norm is {instead(many[0], one[0])}"
 
 
 def tell_buffers(d):
@@ -196,7 +199,7 @@ def tell_buffers(d):
 
 def tell_apart(d):
     kind, names = next(iter(d.many["apart"].items()))
-    seen = f"{len(names)} {SEEN[kind]} are not the same on all ranks ({some(names)})"
+    seen = f"{len(names)} {NAMES[kind]} are not the same on all ranks ({some(names)})"
     if kind == "grads" and set(names) <= set(d.many["unprepared"]):
         return (
             f"{seen}: no model that accelerator.prepare returned has these weights, so nothing "
@@ -239,7 +242,7 @@ def tell_rough(problem):
 
 def tell_resumed(d):
     """What differs in a resumed run, compared with an undisturbed one."""
-    seen = f"{SEEN[d.kind]} differ"
+    seen = f"{NAMES[d.kind]} differ"
     cause = "does the checkpoint hold the random states, and is nothing drawn after loading it?"
     if d.kind == "samples":
         read = d.many["samples"]
