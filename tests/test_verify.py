@@ -34,6 +34,7 @@ RIGHT = dict.fromkeys(["right", "right_accumulation", "right_iterable"], STRATEG
 RIGHT |= {"right_trainer": STRATEGIES, "right_habits": ["ddp", "fsdp", "zero2"]}
 RIGHT |= {"right_two_optimizers": ["ddp", "fsdp"]}  # DeepSpeed trains one model.
 RIGHT |= {"right_draws": ["ddp", "zero2"], "right_casts": ["ddp", "zero2"]}
+RIGHT["right_step_is_a_module"] = ["ddp", "fsdp"]
 
 
 def read_mistakes():

@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
 
@@ -34,10 +35,11 @@ class StepWatch:
     """Tells when a script is in a training step. A subclass says what happens then.
 
     A model is a module with trainable parameters that the script calls itself, not from within
-    another module. A step begins with the forward pass of a model, with gradients. It ends when an
-    optimizer has stepped after a backward pass that this optimizer has not used yet. So what a
-    script does between two steps, such as logging, does not count. Neither does the step without a
-    backward pass by which a checkpoint is loaded into an optimizer that has no states yet.
+    another module, unless that one trains it: it has an optimizer or a loader. A step begins with
+    the forward pass of a model, with gradients. It ends when an optimizer has stepped after a
+    backward pass that this optimizer has not used yet. So what a script does between two steps,
+    such as logging, does not count. Neither does the step without a backward pass by which a
+    checkpoint is loaded into an optimizer that has no states yet.
     """
 
     def __init__(self):
@@ -82,6 +84,8 @@ class StepWatch:
             patch(DeepSpeedEngine, "step", self._step_engine)
 
     def _enter(self, module, _):
+        if not self.calls and trains(module):
+            return
         self.calls.append(module)
         # Activation checkpointing calls modules within the backward pass.
         if len(self.calls) > 1 or self.in_backward or not torch.is_grad_enabled():
@@ -97,7 +101,9 @@ class StepWatch:
 
     def _leave(self, module, args, options, output=None):
         # If the call fails, as activation checkpointing does on purpose, torch omits `options`.
-        self.calls.pop()
+        if module not in self.calls:
+            return
+        self.calls.remove(module)
         if not self.calls and not self.in_backward:
             self.called(module, [args, options], output)
 
@@ -140,6 +146,13 @@ class StepWatch:
         result = step(engine, *args, **options)
         self._updated(engine.optimizer)
         return result
+
+
+def trains(module):
+    """Whether a module is no model, but trains one."""
+    return any(
+        isinstance(part, (torch.optim.Optimizer, DataLoader)) for part in vars(module).values()
+    )
 
 
 def name_of(name):
