@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.losses import gap
 
-# Larger distances count. In float64 the largest of right scripts was 2e-11. In a script's own
+# Larger distances count. In float64 the largest of right scripts was 4e-11. In a script's own
 # precision, a ReLU near 0 may come out on the other side. A resumed run may round.
 EXACT, ROUGH, ROUNDED = 1e-9, 3e-2, 2e-5
 # Each kind can cause those after it. "apart" is what the ranks should share, but do not; "alike"
