@@ -44,6 +44,7 @@ import yaml  # noqa: E402
 from watching import differences, wording  # noqa: E402
 from watching.differences import CannotTellError, NotComparableError  # noqa: E402
 from watching.launching import run_ranks  # noqa: E402
+from watching.libraries import import_libraries  # noqa: E402
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
 ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}
@@ -345,7 +346,8 @@ def main():
     gpus = torch.cuda.device_count() >= args.ranks
     if not gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        import watching.libraries  # noqa: F401  for the forks
+        files = args.script, *args.yamls.values()
+        import_libraries("\n".join(file.read_text("utf-8") for file in files))  # for the forks
     launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)
