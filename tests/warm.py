@@ -16,12 +16,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
-from watching.launching import become, make_worlds, what_the_launcher_starts
-from watching.libraries import LIBRARIES
+from watching.launching import LIBRARIES, become, make_worlds, what_the_launcher_starts
 
 # All that a script would import.
 IMPORTS = ["evaluate", "setuptools", "sklearn.datasets", "sklearn.model_selection"]
-IMPORTS += ["torchvision.datasets", "watching.libraries", *LIBRARIES]
+IMPORTS += ["torchvision.datasets", "watching.launching", *LIBRARIES]
 GRACE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 # A run of several ranks has the machine to itself. Its ranks wait for each other in each step, so
 # beside another run it may take ten times as long. All workers of one pytest lock this file.

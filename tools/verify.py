@@ -43,8 +43,7 @@ import yaml  # noqa: E402
 
 from watching import differences, wording  # noqa: E402
 from watching.differences import CannotTellError, NotComparableError  # noqa: E402
-from watching.launching import run_ranks  # noqa: E402
-from watching.libraries import import_libraries  # noqa: E402
+from watching.launching import import_libraries, run_ranks  # noqa: E402
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
 ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}

@@ -1,4 +1,4 @@
-"""How to run a script that nobody changed, and to see what it does: its ranks (launching,
-libraries), its steps and collectives, and what a rank reads and computes (rank). Then verify.py
-finds what differs (differences), and says it (wording).
+"""How to run an unchanged script (launching), and to see its steps (steps), its collectives
+(collectives), and what a rank reads and computes (rank; accelerated knows Accelerate). verify.py
+makes runs comparable (exact, draws), finds what differs (differences) and says it (wording).
 """

@@ -7,8 +7,10 @@ torch's store connects the ranks.
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -19,11 +21,35 @@ from unittest import mock
 
 import psutil
 import torch.distributed.run  # noqa: F401  replaced below
+import tqdm
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import TCPStore
 
 TOOLS = Path(__file__).resolve().parents[1]
+# What scripts import, so that forks of a process that has imported it need not.
+LIBRARIES = ["accelerate.utils.deepspeed", "deepspeed.module_inject.auto_ep_layer"]
+LIBRARIES += ["deepspeed.ops.op_builder.all_ops", "deepspeed.runtime.zero.muon.muon_optimizer"]
+LIBRARIES += ["deepspeed.runtime.superoffload.superoffload_stage3", "torch._dynamo"]
+LIBRARIES += ["torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"]
+LIBRARIES += ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+LIBRARIES += ["torch.distributed.optim", "torch.utils.tensorboard"]
+LIBRARIES += ["transformers.models.auto.tokenization_auto"]
+LIBRARIES += ["transformers.models.bert.modeling_bert"]
 GRACE = 5  # seconds that the other ranks get when one has failed
+
+tqdm.tqdm.get_lock()  # one for all ranks, or each would leave one behind
+
+
+def import_libraries(text):
+    """Import those of LIBRARIES that are installed, if they are of torch, or if a text (scripts and
+    YAMLs) imports or configures them.
+    """
+    for name in LIBRARIES:
+        package = name.partition(".")[0]
+        used = rf"(?:import|from) {package}|^{package}_config"
+        if package == "torch" or re.search(used, text, re.MULTILINE):
+            with contextlib.suppress(Exception):  # A script that needs it tells what is wrong.
+                importlib.import_module(name)
 
 
 def leave_room_for(script):
