@@ -206,13 +206,13 @@ ERRORS = {
     "there is no script nowhere.py": ["nowhere.py"],
     "SIZE has to be a multiple of 2": ["--batch_flag", "batch_size=15", "right.py"],
     "there is no accelerate_configs/other.yaml": ["--yaml", "other", "right.py"],
-    "right.py on one process: rank 0: right.py: error: unrecognized arguments: --rows 16": [
+    "right.py: one process ends with rank 0: right.py: error: unrecognized arguments: --rows 16": [
         "--batch_flag", "rows=16", "right.py"
     ],
     "two YAMLs have the same name": [*yamls("ddp"), *yamls("ddp"), "right.py"],
     "step 1 has different weights in each run: add --seed 0 here": [*BATCH, "model_not_seeded.py"],
     "divide the batch by --batch_flag batch_size=16": ["right.py"],
-    "plain.py on one process: it made 0 training steps, and 2 are needed": ["plain.py"],
+    "plain.py: one process made 0 training steps, and 2 are needed": ["plain.py"],
 }  # fmt: skip
 
 

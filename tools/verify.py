@@ -151,7 +151,10 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     from watching.rank import watch_script  # after main has hidden the GPUs
 
     print(f"running {label}", file=sys.stderr, flush=True)
-    ranks = 1 if read_yaml(file).get("distributed_type") == "NO" else args.ranks
+    config = read_yaml(file)
+    ranks = 1 if config.get("distributed_type") == "NO" else args.ranks
+    if config.get("distributed_type") == "FSDP" and config["fsdp_config"].get("fsdp_version") != 2:
+        raise CannotTellError("it compares FSDP2 only: write fsdp_version: 2 into the YAML")
     folder = args.folder / label
     if folder.exists() and not (folder / "0.alive").exists():
         raise CannotTellError(f"{folder} is not from this tool: use another --output_dir")
@@ -159,8 +162,8 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     folder.mkdir(parents=True)
     (folder / "0.alive").touch()
     words, argv = words_of(args, file, ranks, more, own or str(folder / "out"))
-    options = {"steps": args.steps, "split": args.split, "seed": args.seed} | options
-    options["exact"] = exact
+    usual = {"steps": args.steps, "split": args.split, "seed": args.seed, "exact": exact}
+    options = usual | options
     target = functools.partial(watch_script, str(folder), gpus, options)
     try:
         number, hung = run_ranks(words, argv, folder, target, args.patience, gpus)
@@ -176,6 +179,8 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     failed.sort(key=lambda one: any(word in one[0] for word in ("onnection", "peer", "gloo")))
     if failed:
         text, first = failed[0]
+        if "SyncBatchNorm expected input tensor to be on GPU" in text:
+            raise CannotTellError("torch.nn.SyncBatchNorm needs GPUs")
         if "Invariant encountered" in text:
             text += ": name the model's layers in the YAML (fsdp_transformer_layer_cls_to_wrap)"
         raise RunFailedError(text, first, exact and not first["exited"])
@@ -221,7 +226,7 @@ def compare_runs(args, alone, label, many, exact):
     """
     base = alone(exact)
     one, other = differences.merge(base), differences.merge(many)
-    differences.check_batch(one, other, base[0]["flags"])
+    differences.check_batch(one, other, base[0]["flags"], args.split)
     limit = differences.EXACT if exact else differences.ROUGH
     found, since, largest = differences.compare(one, other, limit)
     lines = wording.tell(found)
@@ -230,23 +235,28 @@ def compare_runs(args, alone, label, many, exact):
     cells = cells_of({"first weights": "first weights"} | ROWS, since, largest)
     printed, numbers = None, 0
     if exact:  # Otherwise a metric jumps where one logit overtakes another.
-        printed, numbers = differences.compare_printed(base, base, many, args.batch)
+        printed, numbers = differences.compare_printed(base, base, many, args.batch, args.split)
     if lines or printed:
         again = alone(exact, again=True)
         if exact:
-            printed, numbers = differences.compare_printed(base, again, many, args.batch)
-    evaluated, rows = differences.compare_evaluations(base, many, numbers and not printed)
+            printed, numbers = differences.compare_printed(
+                base, again, many, args.batch, args.split
+            )
+    remarks = wording.tell_remarks(found, since, differences.find_remarks(other, many))
+    certain = len(other) != len(one) or not all(difference.uncertain for difference in found)
+    evaluated, rows = differences.compare_evaluations(base, many)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
     if evaluated:
-        cells["evaluated samples"] = f"step {evaluated[0]}"
-        lines.append(wording.tell_evaluation(*evaluated))
+        # What is gathered does not matter if the same is printed.
+        matters = evaluated[1] == "missing" or (exact and (printed or not numbers))
+        (lines if matters else remarks).append(wording.tell_evaluation(*evaluated))
+        if matters:
+            certain, cells["evaluated samples"] = True, f"step {evaluated[0]}"
     cells["printed numbers"] = "differ" if printed else f"same, {numbers}" if numbers else "none"
-    hidden = found and all(difference.uncertain for difference in found)
-    verdict = "cannot tell" if hidden else "differs" if lines else "the same"
+    verdict = "the same" if not lines else "differs" if certain else "cannot tell"
     if printed:
         verdict = "trains the same, but prints other numbers" if verdict == "the same" else verdict
         lines.append(f"prints {printed[0]!r} instead of {printed[1]!r}")
-    remarks = wording.tell_remarks(found, since, differences.find_remarks(many))
     return {"cells": cells, "lines": lines, "remarks": remarks, "verdict": verdict}
 
 
@@ -302,7 +312,7 @@ def verify(args, launch):
             _, why = in_float64_or_not(alone)
         except RunFailedError as problem:
             if problem.found["exited"]:  # It does not know its flags, or misses a file.
-                raise NotComparableError(str(problem)) from None
+                raise NotComparableError(f"one process ends with {problem}") from None
             return {"one process": column_of(problem)}
     yamls = args.yamls if args.resume is None else {"baseline": BASELINE} | args.yamls
     for label, file in yamls.items():
@@ -351,7 +361,7 @@ def main():
     try:
         columns = verify(args, launch)
     except NotComparableError as problem:
-        cannot_tell(f"{args.script.name} on one process: {problem}")
+        cannot_tell(f"{args.script.name}: {problem}")
     print(f"{args.script.name} on {'GPUs' if gpus else 'CPU processes'}")
     how = "off, and the order of samples is seeded" if args.resume is None else "on"
     print(f"Dropout is {how}.\n")
@@ -369,7 +379,9 @@ def main():
     file.write_text(json.dumps({"argv": sys.argv[1:], "yamls": columns}, indent=1) + "\n")
     print(f"written: {file}")
     verdicts = {column["verdict"] for column in columns.values()}
-    sys.exit(1 if verdicts - {"the same", "cannot tell"} else 2 * ("cannot tell" in verdicts))
+    if verdicts - {"the same", "cannot tell"}:
+        sys.exit(1)
+    sys.exit(2 if "cannot tell" in verdicts else 0)
 
 
 if __name__ == "__main__":

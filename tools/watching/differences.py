@@ -19,7 +19,7 @@ NAMES = {"samples": "samples", "rate": "learning rate", "weights": "weights", "i
 NAMES |= {"outputs": "outputs", "loss": "loss", "grads": "gradients", "buffers": "buffers"}
 NAMES |= {"apart": "not the same on all ranks", "alike": "random numbers"}
 EXPLAIN = ("inputs", "outputs", "loss")
-CERTAIN = ("samples", "rate", "apart", "alike")  # which random numbers do not explain
+CERTAIN = ("samples", "rate", "apart", "alike")  # differences that random numbers cannot cause
 
 
 class CannotTellError(Exception):
@@ -33,8 +33,8 @@ class NotComparableError(CannotTellError):
 @dataclass
 class Difference:
     """At step `step`, `one` process and the ranks (`many`) differ in `kind`, in tensors `names`.
-    `others` are the kinds that differ at the same step before it, and `steps` those of one process.
-    `uncertain` says that it may come from random numbers that belong to no sample.
+    `steps` are those of one process. `uncertain` says that it may come from random numbers that
+    belong to no sample.
     """
 
     kind: str
@@ -42,7 +42,6 @@ class Difference:
     one: dict
     many: dict
     names: list
-    others: list
     steps: list
     uncertain: bool
 
@@ -66,6 +65,7 @@ def merge_step(parts):
     losses = [part["loss"] for part in parts]
     step = parts[0] | {
         "samples": Counter(sample for part in parts for sample in part["samples"]),
+        "indices": Counter(str(index) for part in parts for index in part["indices"]),
         "each": [part["samples"] for part in parts],
         "rates": [part["rate"] for part in parts],
         "loss": None if None in losses else sum(losses) / len(losses),
@@ -95,12 +95,12 @@ def drawn_alike(noise):
     ]
 
 
-def find_remarks(ranks):
+def find_remarks(steps, ranks):
     """(where, what) of random numbers that all ranks draw alike, though training is no different:
     masks of dropout, and what evaluations draw. Each kind once.
     """
     found = {}
-    for k, step in enumerate(merge(ranks), 1):
+    for k, step in enumerate(steps, 1):
         if "dropout" in step["noise"]:
             found.setdefault("masks of dropout", f"step {k}")
     for step in ranks[0]["evaluations"]:
@@ -112,8 +112,10 @@ def find_remarks(ranks):
 
 def far(a, b, least):
     """How far two tensors are apart, relative to their norm, which counts as `least` or more."""
-    if a is None or b is None or math.isnan(a[0] + b[0]):
-        return gap(a and a[0], b and b[0])
+    if a is None or b is None:  # A gradient may be left out, or 0.
+        return math.inf if (a or b or [0.0])[0] else 0.0
+    if not all(map(math.isfinite, (*a, *b))):
+        return 0.0 if str(a) == str(b) else math.inf
     return max(abs(a[0] - b[0]), abs(a[1] - b[1])) / max(a[0], b[0], least, 1e-30)
 
 
@@ -124,8 +126,9 @@ def far_by_name(kind, a, b, least):
 
 
 def norm_of_all(tensors):
-    """The norm of all tensors together, {name: its two numbers, or None}."""
-    return math.sqrt(sum(two[0] ** 2 for two in tensors.values() if two))
+    """The norm of all tensors together, {name: its two numbers, or None}, that are finite."""
+    norms = [two[0] for two in tensors.values() if two and math.isfinite(two[0])]
+    return math.hypot(*norms)
 
 
 def least_of(step, scale=0.0):
@@ -146,7 +149,7 @@ def distances(a, b, scale):
     for kind in ("inputs", "outputs"):  # Their sizes differ if the padding does.
         same_size = a[kind][1] == b[kind][1]
         found[kind, ""] = gap(a[kind][0], b[kind][0]) if same_size else 0.0
-    # ZeRO-3 does not tell frozen weights.
+    # ZeRO-3 gives no access to frozen weights.
     known = [name for name, two in a["weights"].items() if two and b["weights"].get(name)]
     weights = [{name: step["weights"][name] for name in known} for step in (a, b)]
     least = least_of(a, scale)
@@ -156,20 +159,12 @@ def distances(a, b, scale):
     return found
 
 
-def largest_of(distance, before=None):
-    """{kind: the largest distance}, also of those `before`."""
-    largest = Counter(before)
-    for (kind, _), value in distance.items():
-        largest[kind] = max(largest[kind], value)
-    return largest
-
-
-def differences(a, b, distance, limit):
+def kinds_that_differ(a, b, distance, limit):
     """{kind: its tensors that differ} of a step, in the order of causes."""
     far_off = [key for key, value in distance.items() if value > limit]
     rates = [pair for rate in b["rates"] for pair in zip(a["rate"], rate, strict=False)]
     here = {kind: [name for k, name in far_off if k == kind] for kind, _ in far_off}
-    if a["samples"] != b["samples"]:
+    if a["samples"] != b["samples"] and not same_indices(a, b):
         here["samples"] = []
     if any(gap(*pair) > 1e-6 for pair in rates):
         here["rate"] = []
@@ -178,6 +173,11 @@ def differences(a, b, distance, limit):
     if "noise" in b["noise"]:
         here["alike"] = []
     return {kind: here[kind] for kind in NAMES if kind in here}
+
+
+def same_indices(a, b):
+    """Whether two steps read the samples of the same indices: their values may be drawn."""
+    return a["indices"] == b["indices"] and "None" not in a["indices"]
 
 
 def harmless(kind, here):
@@ -193,12 +193,13 @@ def compare(one, many, limit, skipped=0):
     differs}, harmless ones too; and {kind: the largest distance}. "first weights" are a kind.
     `many` begins `skipped` steps later than `one`.
     """
-    found, since, largest, scale, drawn = {}, {}, {}, 0.0, False
+    found, since, largest, scale, drawn = {}, {}, Counter(), 0.0, False
     for k, (a, b) in enumerate(zip(one[skipped:], many, strict=False), skipped):
         distance = distances(a, b, scale)
         scale = max(scale, norm_of_all(a["grads"]))
-        largest = largest_of(distance, largest)
-        here = differences(a, b, distance, limit)
+        for (kind, _), value in distance.items():
+            largest[kind] = max(largest[kind], value)
+        here = kinds_that_differ(a, b, distance, limit)
         if k == skipped:
             largest["first weights"] = largest["weights"]
             if "weights" in here:
@@ -208,12 +209,13 @@ def compare(one, many, limit, skipped=0):
         # What the ranks do not share explains all that comes after, except samples.
         if "apart" in kinds and "samples" not in kinds:
             kinds.sort(key=lambda kind: kind != "apart")
-        before, drawn = drawn, drawn or a["others"] != b["others"] or a["drawn"] != b["drawn"]
-        for place, kind in enumerate(kinds):
+        before = drawn
+        drawn = drawn or a["others"] != b["others"] or a["drawn"] != b["drawn"]
+        drawn = drawn or (a["samples"] != b["samples"] and same_indices(a, b))
+        for kind in kinds:
             # The weights were noted before something was drawn in their step.
             uncertain = kind not in CERTAIN and (before if kind == "weights" else drawn)
-            new = Difference(kind, k + 1, a, b, here[kind], kinds[:place], one, uncertain)
-            found.setdefault(kind, new)
+            found.setdefault(kind, Difference(kind, k + 1, a, b, here[kind], one, uncertain))
     return list(found.values()), since, largest
 
 
@@ -221,12 +223,12 @@ def check_trains(base):
     """Raises NotComparableError if one process does not train."""
     if len(base[0]["steps"]) < 2:
         raise NotComparableError(
-            f"it made {len(base[0]['steps'])} training steps, and 2 are needed: a step needs a "
-            "backward pass and the step of a torch optimizer"
+            f"one process made {len(base[0]['steps'])} training steps, and 2 are needed: a step "
+            "needs a backward pass and the step of a torch optimizer"
         )
     for k, step in enumerate(merge(base), 1):
         if step["loss"] is not None and math.isnan(step["loss"]):
-            raise NotComparableError(f"the loss is NaN from step {k}")
+            raise NotComparableError(f"on one process, the loss is NaN from step {k}")
 
 
 def check_repeats(base, again):
@@ -239,9 +241,9 @@ def check_repeats(base, again):
         )
 
 
-def check_batch(one, many, flags):
+def check_batch(one, many, flags, split):
     """Raises NotComparableError if the ranks together read as many batches as there are ranks. The
-    script's `flags` are {a name with "batch": its value}.
+    script's `flags` are {a name with "batch": its value}. With `split`, its loaders were divided.
     """
     if not one or not many:
         return
@@ -252,10 +254,11 @@ def check_batch(one, many, flags):
         # One that is as large as the batch, or as a micro-batch of it; of training, if it says so.
         fits = [name for name, value in flags.items() if value and alone % value == 0]
         fits.sort(key=lambda name: (flags[name] != alone, "train" not in name, "eval" in name))
-        flag = f"--batch_flag {fits[0]}={flags[fits[0]]}" if fits else "--split"
+        how = f"by --batch_flag {fits[0]}={flags[fits[0]]}" if fits else "by --split"
+        how = "in the script, which makes its batches itself" if split and not fits else how
         raise NotComparableError(
             f"all ranks read {together} samples in step 1, and one process reads {alone}: divide "
-            f"the batch by {flag}"
+            f"the batch {how}"
         )
 
 
@@ -281,10 +284,10 @@ def printed_numbers(rank):
     return found
 
 
-def compare_printed(base, again, many, batch):
+def compare_printed(base, again, many, batch, split):
     """The first line that rank 0 prints with other numbers: (its line, that of one process), or
     None; and how many numbers were compared, all of which one process repeats when it runs `again`.
-    The ranks divide `batch`.
+    The ranks divide `batch`. With `split`, a script believes in more samples per step.
     """
     meant = [(1, len(many)), (batch, batch // len(many))]
     one, twin, other = (printed_numbers(ranks[0]) for ranks in (base, again, many))
@@ -293,7 +296,7 @@ def compare_printed(base, again, many, batch):
         same_lines = lines, twin.get(text, []), other.get(text, [])
         for mine, repeated, theirs in zip(*same_lines, strict=False):
             for a, b, c in zip(mine[1], repeated[1], theirs[1], strict=True):
-                if gap(a, b) > 1e-4 or (a, c) in meant:
+                if gap(a, b) > 1e-4 or (a, c) in meant or (split and c == a * len(many)):
                     continue
                 compared += 1
                 if gap(a, c) > 1e-3:
@@ -312,9 +315,9 @@ def evaluations(ranks):
     return found
 
 
-def compare_evaluations(base, many, printed_alike):
+def compare_evaluations(base, many):
     """(after which step, what differs, one process, the ranks) of the first, or None; and the
-    number of samples of one process. What is gathered does not matter if what is printed is equal.
+    number of samples of one process.
     """
     one, other = evaluations(base), evaluations(many)
     for step, a in one.items():
@@ -324,8 +327,6 @@ def compare_evaluations(base, many, printed_alike):
         total, missing = a["all"].total(), (a["all"] - b["all"]).total()
         if missing:
             return (step, "missing", total, missing), total
-        if printed_alike:
-            continue
         mine, read = len(set(b["read"])), len(a["all"])
         if not b["collectives"] and mine < read:
             return (step, "alone", read, mine), total

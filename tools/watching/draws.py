@@ -47,7 +47,9 @@ def set_seed(seed):
     """Seed all of these generators."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes ten times as long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     for one in GENERATORS:
         one.bit_generator.state = type(one.bit_generator)(seed).state
 
@@ -93,8 +95,8 @@ def add_record(record, more):
 class Draws(TorchFunctionMode):
     """Draws for each sample of a batch, if a function draws as many rows as there are samples.
 
-    A draw has the number that the state of its generator got when it came up first, so activation
-    checkpointing, which brings back the state, draws the same again.
+    Draws are numbered by the state of their generator, in the order of first appearance. So
+    activation checkpointing, which brings back the state, draws the same again.
     """
 
     def __init__(self, watch):
@@ -132,16 +134,18 @@ class Draws(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.owners or self.busy or getattr(function, "__name__", "") not in DRAWS:
+        by_rows, own = getattr(function, "__name__", "") in DRAWS, kwargs.get("generator")
+        if not self.owners or self.busy or not (by_rows or own):
             return function(*args, **kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()
         found = function(*args, **kwargs)
-        if found.ndim and len(found) == len(self.owners):
+        one_for_all = function.__name__ == "multinomial" and args[0].ndim == 1
+        if by_rows and not one_for_all and found.ndim and len(found) == len(self.owners):
             self.busy = True  # A backward pass enters the mode once more.
             self.draw_rows(found, function, args, kwargs, generator, state)
             self.busy = False
-        elif "generator" in kwargs:  # `states` has only the default ones.
+        elif own:  # `states` has only the default ones.
             after = pickle.dumps(generator.get_state().numpy())
             self.note_others({"own": pickle.dumps(state.numpy())}, {"own": after})
         return found
@@ -180,7 +184,7 @@ class Draws(TorchFunctionMode):
             self.note_others({device: self.states.get(device, raw)}, {device: raw})
             self.states[device] = pickle.dumps(generator.get_state().numpy())
         self.record["rows"] += rows
-        within = [type(module).__name__.lower() for module in self.watch.calls]
+        within = [type(module).__name__.lower() for module in self.watch.calls[-2:]]
         drops = "bernoulli" in name or any("drop" in module for module in within)
         self.note("dropout" if within and drops else "noise", {"own": raw})
 
@@ -202,13 +206,17 @@ class Draws(TorchFunctionMode):
         before = random_states()
         batch = take(fetcher, indices)
         drew = moved(before)
-        if again and drew and isinstance(fetcher, _MapDatasetFetcher):
+        mapped = isinstance(fetcher, _MapDatasetFetcher) and fetcher.auto_collation
+        if again and drew and mapped:
+            first, after, data = self.record, random_states(), fetcher.dataset
+            self.record, fetcher.dataset = new_record(), SeededBySample(data, self.watch)
             set_states(before)
-            self.record = new_record()
             self.note("noise", drew)
-            data = fetcher.dataset
-            fetcher.dataset = SeededBySample(data, self.watch.done)
-            batch = take(fetcher, indices)
+            try:
+                batch = take(fetcher, indices)
+            except Exception:  # Some data sets pad their samples to those of all indices.
+                self.record = first
+                set_states(after)
             fetcher.dataset = data
         self.note_others(before, random_states())
         record, self.record = self.record, outer
@@ -218,25 +226,25 @@ class Draws(TorchFunctionMode):
 class SeededBySample:
     """A data set whose random augmentation of a sample is the same, whichever rank reads it."""
 
-    def __init__(self, data, step):
-        self.data, self.step = data, step
+    def __init__(self, data, watch):
+        self.data, self.watch = data, watch
 
-    def seeded(self, index, get):
-        """What `get()` returns if the generators have a seed of this sample and step."""
+    def seeded(self, index, read, argument):
+        """What `read(argument)` returns if the generators have a seed of this sample and step."""
         before = random_states()
-        set_seed(zlib.crc32(repr((index, self.step)).encode()))
-        found = get()
+        set_seed(zlib.crc32(repr((index, self.watch.done)).encode()))
+        found = read(argument)
         set_states(before)
         return found
 
     def __getitem__(self, index):
-        return self.seeded(index, lambda: self.data[index])
+        return self.seeded(index, self.data.__getitem__, index)
 
     def __getitems__(self, indices):
         read = getattr(self.data, "__getitems__", None)
         if not read:
             return [self[index] for index in indices]
-        parts = [self.seeded(index, lambda: read([index])) for index in indices]  # noqa: B023
+        parts = [self.seeded(index, read, [index]) for index in indices]
         # Some data sets return no list of samples, but a batch.
         return [one for [one] in parts] if isinstance(parts[0], list) else read(indices)
 

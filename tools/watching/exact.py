@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from watching.steps import patch
 
 FLOAT32, FLOAT64 = torch.float32, torch.float64  # widen_model changes what torch's names mean
-FEWER_BITS = (FLOAT32, torch.float16, torch.bfloat16)
+WIDE = dict.fromkeys((FLOAT32, torch.float16, torch.bfloat16), FLOAT64)
+WIDE |= {torch.complex64: torch.complex128}
 CASTS = ("float", "half", "bfloat16")  # methods of tensors and modules
 IN_PLACE = re.compile(r"__setitem__|__i(?!n)\w+__|(?!__)\w+_")
 # With a dtype, these say how bytes are to be read.
@@ -22,21 +23,30 @@ MAKE_RANDOM = ("rand", "randn", "rand_like", "randn_like")
 FILL_RANDOM = ("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "kaiming_uniform_")
 
 
-def has_type(value, *types):
-    """Whether it is a tensor of one of these types."""
-    return isinstance(value, torch.Tensor) and value.dtype in types
+def is_narrow(value):
+    """Whether it is a tensor or a dtype of fewer bits."""
+    kind = value.dtype if isinstance(value, torch.Tensor) else value
+    return isinstance(kind, torch.dtype) and kind in WIDE
 
 
 def widen(value):
-    """A tensor in float64, and a dtype of fewer bits as float64. Other values stay as they are."""
-    if isinstance(value, torch.dtype):
-        return FLOAT64 if value in FEWER_BITS else value
-    return value.to(FLOAT64) if has_type(value, *FEWER_BITS) else value
+    """A tensor or a dtype of fewer bits with 64. Other values stay as they are."""
+    if not is_narrow(value):
+        return value
+    return WIDE[value] if isinstance(value, torch.dtype) else value.to(WIDE[value.dtype])
+
+
+def widen_new(value):
+    """The same of a tensor that was just made: an optimizer has to be able to update it."""
+    if isinstance(value, torch.Tensor) and is_narrow(value):
+        return widen(value.detach()).requires_grad_(value.requires_grad)
+    return value
 
 
 class Exact(TorchFunctionMode):
     """float32, float16 and bfloat16 mean float64: as arguments of torch's functions, in tensors
-    made from other data, and in tensors that meet a float64 one. What is drawn is float32's.
+    made from other data, and in tensors that meet a float64 one. Random numbers are drawn in
+    float32, and then widened.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -46,25 +56,21 @@ class Exact(TorchFunctionMode):
             return function(*args, **kwargs)
         if name in CASTS:
             return torch.Tensor.double(*args, **kwargs)
-        if name in MAKE_RANDOM:
-            return widen(function(*args, **kwargs | {"dtype": FLOAT32}))
-        if name in FILL_RANDOM and has_type(kwargs.get("tensor", *args[:1]), FLOAT64):
+        first = kwargs.get("tensor", (*args, None)[0])
+        if name in MAKE_RANDOM and "out" not in kwargs:
+            kind = kwargs.get("dtype") or getattr(first, "dtype", FLOAT64)
+            if not kind.is_complex:
+                return widen_new(function(*args, **kwargs | {"dtype": FLOAT32}))
+        if name in FILL_RANDOM and getattr(first, "dtype", None) is FLOAT64:
             return fill(function, args, kwargs)
         leaves = tree_leaves((args, kwargs))
-        if name not in RAW and any(leaf in FEWER_BITS for leaf in leaves if is_dtype(leaf)):
-            args, kwargs = tree_map(
-                lambda leaf: widen(leaf) if is_dtype(leaf) else leaf, (args, kwargs)
-            )
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(has_type(one, *FEWER_BITS) for one in tensors):
-            if any(has_type(one, FLOAT64) for one in tensors):
-                args, kwargs = alike(name, args, kwargs)
+        if name not in RAW and any(map(is_narrow, leaves)):
+            # Tensors stay as they are, unless they meet a wider one.
+            mixed = any(one.dtype in WIDE.values() for one in tensors)
+            args, kwargs = alike(name, args, kwargs, mixed)
         found = function(*args, **kwargs)
-        return found if tensors else tree_map(widen, found)
-
-
-def is_dtype(value):
-    return isinstance(value, torch.dtype)
+        return found if tensors else tree_map(widen_new, found)
 
 
 def fill(function, args, kwargs):
@@ -76,20 +82,30 @@ def fill(function, args, kwargs):
         return target.copy_(drawn)
 
 
-def alike(name, args, kwargs):
-    """The arguments of a function in float64, or in the type of the tensor that it changes."""
-    if not IN_PLACE.fullmatch(name):
-        return tree_map(widen, (args, kwargs))
-    own = args[0].dtype
-    if own not in FEWER_BITS:
-        return args, kwargs
-    return tree_map(lambda one: one.to(own) if has_type(one, FLOAT64) else one, (args, kwargs))
+def alike(name, args, kwargs, mixed):
+    """The arguments of a function with wide dtypes and, if tensors are `mixed`, with all of these
+    wide, or in the type of the tensor that the function changes.
+    """
+    changed = kwargs.get("out")
+    if changed is None and IN_PLACE.fullmatch(name):
+        changed = next(iter(tree_leaves((args, kwargs))), None)
+    narrow = changed.dtype if isinstance(changed, torch.Tensor) and is_narrow(changed) else None
+
+    def fit(value):
+        if isinstance(value, torch.Tensor) and not mixed:
+            return value
+        if isinstance(value, torch.Tensor) and narrow and value.dtype in WIDE.values():
+            return value.to(narrow)
+        return value if narrow and isinstance(value, torch.Tensor) else widen(value)
+
+    return tree_map(fit, (args, kwargs))
 
 
 def compute_in_float64():
     """From now on this process computes in float64, and torch.compile does nothing."""
     torch.set_default_dtype(FLOAT64)
-    torch.set_default_dtype = lambda kind: None  # transformers sets it
+    torch.set_default_dtype = lambda *_, **__: None  # transformers sets it
+    torch.FloatTensor = torch.HalfTensor = torch.BFloat16Tensor = torch.DoubleTensor
     for name in CASTS:
         setattr(torch.nn.Module, name, torch.nn.Module.double)
     patch(torch, "load", load_as_saved)
@@ -98,9 +114,10 @@ def compute_in_float64():
 
 
 def load_as_saved(load, *args, **options):
-    """Load tensors in the types in which they were saved."""
+    """Load tensors in the types in which they were saved, and widen them."""
     with torch._C.DisableTorchFunction():
-        return load(*args, **options)
+        found = load(*args, **options)
+    return tree_map(widen_new, found)
 
 
 def enter_for_good(mode):

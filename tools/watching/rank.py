@@ -4,12 +4,13 @@ a few numbers of each tensor, which verify.py compares with those of other runs.
 What is noted of a step:
 
 samples    a checksum of each sample that was read, or its index if draws changed it
+indices    the indices of these samples in their data set, if it has them
 epoch      how often the loader of these samples was begun
 rate       the learning rates of the optimizer's groups
 weights    two numbers of each parameter before the update: its norm, and its sum with random signs
 inputs     the sum of the squares of what went into models, and the count; both add up over ranks
 outputs    the same of what came out of models
-loss       the sum of what `backward` got: of micro-batches as they are divided for it
+loss       what `backward` got, summed over micro-batches, after division by their number
 grads      as weights, before gradients are clipped
 buffers    as weights: what a checkpoint holds besides them, after the forward pass
 grad_norm  what clip_grad_norm_ returned
@@ -21,11 +22,12 @@ import argparse
 import collections
 import ctypes
 import faulthandler
-import functools
 import inspect
+import itertools
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -39,6 +41,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
 
 from watching import accelerated, exact
 from watching.draws import Draws, add_record, new_record, set_seed, watch_generators
@@ -46,6 +49,8 @@ from watching.launching import TOOLS, leave_room_for
 from watching.steps import StepWatch, in_training, name_of, patch, patch_fetch
 
 EXIT = os._exit
+END = object()  # of a loader
+SIGNS = torch.from_numpy(numpy.random.default_rng(0).integers(0, 2, 1 << 20) * 2.0 - 1)
 
 
 class Watch(StepWatch):
@@ -64,13 +69,16 @@ class Watch(StepWatch):
         self.folder, self.steps, self.exact, self.split = folder, steps, exact, split
         self.seeded = seed is not None  # by the tool, on all ranks alike
         self.as_is, self.kill_after = as_is, kill_after
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank, self.process = int(os.environ.get("RANK", 0)), os.getpid()
         self.found = {"steps": [], "evaluations": {}, "batchnorms": [], "unprepared": []}
         self.found |= {"flags": {}}  # of the script, with "batch" in their name
         names = ("saved_at", "loaded", "killed", "error", "exited", "traceback")
         self.found |= {"frames": []} | dict.fromkeys(names)
         self.alive = Path(folder, f"{self.rank}.alive")  # touched when there is progress
         self.prepared = []  # models that Accelerator.prepare returned
+        self.optimizers = []  # in the order of their first steps
+        self.shares = False  # whether an optimizer updates the models' own weights
+        self.worker_seeds = []  # functions that seed workers, which here are none
         self.trained = []  # models that were in training mode at first
         self.noted = None  # the step and the backward pass whose tensors were noted
         self.gathering = 0  # nested calls
@@ -82,13 +90,14 @@ class Watch(StepWatch):
 
     def begin_notes(self):
         """Begin to note another step."""
-        self.now = {"samples": [], "epoch": 0, "loss": None, "grad_norm": None, "cut": False}
+        self.now = {"samples": [], "indices": [], "epoch": 0, "loss": None, "grad_norm": None}
+        self.now["cut"] = False
         self.now |= {"drawn": new_record(), "inputs": [0.0, 0], "outputs": [0.0, 0]}
         self.alive.touch()
 
     def begin_batch(self):
         """Forget the batch, which is noted, or skipped."""
-        self.batch = {"samples": {}, "epoch": 0}  # samples by the id of their loader
+        self.batch = {"samples": {}, "epoch": 0}  # {id of a loader: [(sample, its index)]}
         self.batch |= {"inputs": [0.0, 0], "outputs": [0.0, 0]}
         self.seen_in = None  # "step" or "evaluation", if a model saw it
 
@@ -120,8 +129,10 @@ class Watch(StepWatch):
             # A scalar, such as a loss, is a mean, which does not add up. Inputs with gradients are
             # outputs of another model.
             known = isinstance(tensor, torch.Tensor) and tensor.ndim
-            if known and not (kind == "inputs" and tensor.requires_grad):
-                self.batch[kind][0] += full(tensor.detach()).double().square().sum().item()
+            if not known or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            if kind == "outputs" or not tensor.requires_grad:
+                self.batch[kind][0] += whole(tensor).square().sum().item()
                 self.batch[kind][1] += tensor.numel()
 
     def evaluating(self):
@@ -146,8 +157,9 @@ class Watch(StepWatch):
             self.now["loss"] = (self.now["loss"] or 0.0) + one.detach().double().mean().item()
 
     def _note_batch(self):
-        for samples in self.batch["samples"].values():
-            self.now["samples"] += samples
+        for read in self.batch["samples"].values():
+            self.now["samples"] += [sample for sample, _ in read]
+            self.now["indices"] += [index for _, index in read]
         self.now["epoch"] = self.batch["epoch"] or self.now["epoch"]
         add_record(self.now["drawn"], self.draws.take())
         for kind in ("inputs", "outputs"):
@@ -157,7 +169,10 @@ class Watch(StepWatch):
     def before_update(self, optimizer):
         """Note gradients and weights, unless they were noted before clipping."""
         self._note_tensors(optimizer)
-        self.now["rate"] = [group["lr"] for group in optimizer.param_groups]
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        self.now["optimizer"] = self.optimizers.index(optimizer)
+        self.now["rate"] = [float(group.get("lr") or 0) for group in optimizer.param_groups]
 
     def end(self):
         """A step is over: end after the last one."""
@@ -181,32 +196,43 @@ class Watch(StepWatch):
             return
         self.noted = self.done, self.backwards
         self.now |= {"weights": {}, "grads": {}, "buffers": {}}
-        several = len(self.models) > 1
-        names = {}  # {id: (name, weight)}
-        for number, model in enumerate(self.models, 1):
-            own = f"model {number}: " if several else ""
-            for name, weight in model.named_parameters():
-                names.setdefault(id(weight), (own + name_of(name), weight))
-            for name, buffer in buffers_of(model):
-                self.now["buffers"][own + name_of(name)] = two_numbers(name_of(name), buffer)
+        names, buffers = self._names()
+        for name, buffer in buffers:
+            self.now["buffers"][name] = two_numbers(buffer)
         groups = optimizer.param_groups if optimizer and not self.engine else []
         updated = {id(weight): weight for group in groups for weight in group["params"]}
-        if updated.keys() & names.keys():  # Otherwise the optimizer has copies of its own.
+        self.shares |= bool(updated.keys() & names.keys())
+        if updated and (self.shares or not names):
             outside = [key for key in updated if key not in names]
             for number, key in enumerate(outside, 1):
                 names[key] = f"weight {number} outside the models", updated[key]
             names = {key: names[key] for key in names if key in updated}
-        elif updated:
+        elif updated:  # The optimizer has copies of its own.
             names = {key: (name, weight.detach()) for key, (name, weight) in names.items()}
         prepared = {id(weight) for model in self.prepared for weight in model.parameters()}
         for key, (name, weight) in names.items():
             if self.prepared and key not in prepared and name not in self.found["unprepared"]:
                 self.found["unprepared"].append(name)
             for kind, value in zip(("weights", "grads"), self._values_of(weight), strict=True):
-                self.now[kind][name] = None if value is None else two_numbers(name, value)
+                self.now[kind][name] = None if value is None else two_numbers(value)
+
+    def _names(self):
+        """{id of a weight: (its name, the weight)} of all models, and (name, buffer) of those that
+        checkpoints hold. Names do not depend on what wraps a model, or calls a part of it.
+        """
+        names, buffers, owners = {}, [], 0
+        for model in dict.fromkeys([*self.prepared, *self.models]):
+            own = {id(one): (name_of(name), one) for name, one in model.named_parameters()}
+            own = {key: own[key] for key in own if key not in names}
+            if own:
+                owners += 1
+                prefix = f"model {owners}: " if owners > 1 else ""
+                names |= {key: (prefix + name, one) for key, (name, one) in own.items()}
+                buffers += [(prefix + name_of(name), one) for name, one in buffers_of(model)]
+        return names, buffers
 
     def _values_of(self, weight):
-        """A weight and its gradient, as whole tensors. ZeRO-3 does not tell a frozen weight."""
+        """A weight and its gradient, as whole tensors. ZeRO-3 gives no access to frozen weights."""
         if not self.engine or not weight.requires_grad:
             return None if hasattr(weight, "ds_id") else weight, weight.grad
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -222,7 +248,7 @@ class Watch(StepWatch):
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
         patch_fetch(self._fetch)
-        patch(DataLoader, "__init__", functools.partial(make_loader, self.split))
+        patch(DataLoader, "__init__", self._make_loader)
         patch(DataLoader, "__iter__", self.iterate)
         if not self.as_is:
             self._switch_off_dropout()
@@ -238,7 +264,7 @@ class Watch(StepWatch):
             self._note_tensors()
         norm = clip(*args, **options)
         if isinstance(norm, torch.Tensor):
-            self.now["grad_norm"] = full(norm).item()
+            self.now["grad_norm"] = whole(norm).item()
         return norm
 
     def _parse(self, parse, parser, *args, **options):
@@ -251,24 +277,27 @@ class Watch(StepWatch):
         return found
 
     def _fetch(self, take, fetcher, indices):
-        samples = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+        indices_of = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+        known = isinstance(fetcher, fetch._MapDatasetFetcher)  # Others have no indices.
         collate, items = fetcher.collate_fn, []
 
         def collated(data):
             items[:] = [data]
             if self.as_is:
                 return collate(data)
-            with self.draws.collating(samples):
+            with self.draws.collating(indices_of if known else []):
                 return collate(data)
 
         fetcher.collate_fn = collated
         batch, record = self.draws.read(take, fetcher, indices, again=not self.as_is)
         fetcher.collate_fn = collate
+        samples = indices_of
         if isinstance(items[0], list) and not record["others"]:
             # Two parts of a data set may give different samples the same index.
             samples = [checksum(item) for item in items[0]]
         if self.reading is not None:
-            self.reading.append((samples, record))
+            paired = itertools.zip_longest(samples, indices_of if known else [])
+            self.reading.append((list(paired), record))
         return batch
 
     def iterate(self, iterate, loader, here=True):
@@ -282,24 +311,43 @@ class Watch(StepWatch):
         self.epochs[loader] = self.epochs.get(loader, 0) + 1
         while True:
             self.reading, self.draws.owners = fetched, []
-            batch = next(source, None)
+            batch = next(source, END)
             self.reading = None
             if self.seen_in == "evaluation":
                 evaluation = self.evaluation()
-                evaluation["read"] += [s for some in self.batch["samples"].values() for s in some]
+                for read in self.batch["samples"].values():
+                    evaluation["read"] += [sample for sample, _ in read]
                 evaluation["noise"] = self.draws.take()["noise"] | evaluation["noise"]
                 self.begin_batch()
             elif not self.seen_in:
                 self.batch["samples"].pop(id(loader), None)  # The script has skipped it.
-            if batch is None:
+            if batch is END:
                 return
-            known = fetched and here
-            samples, record = fetched.popleft() if known else (checksums(batch), new_record())
-            self.batch["samples"].setdefault(id(loader), []).extend(samples)
+            read, record = [(one, None) for one in checksums(batch)], new_record()
+            if fetched and here:
+                read, record = fetched.popleft()
+            if getattr(loader, "worker_init_fn", None) in self.worker_seeds:
+                record["noise"] = {}  # The seeds of workers are not those of this process.
+            self.batch["samples"].setdefault(id(loader), []).extend(read)
             self.batch["epoch"] = self.epochs[loader]
-            self.draws.hand_out(samples, record)
+            self.draws.hand_out([sample for sample, _ in read], record)
             self.alive.touch()
             yield batch
+
+    def _make_loader(self, make, loader, *args, **options):
+        """Make a loader that reads its samples in this process, and with `split` its part of them,
+        if the script makes it: accelerate makes another one of it.
+        """
+        words = inspect.signature(make).bind(loader, *args, **options)
+        batch = words.arguments.get("batch_size", 1)
+        ours = not sys._getframe(2).f_globals["__name__"].startswith("accelerate")
+        if self.split and ours and batch and words.arguments.get("batch_sampler") is None:
+            words.arguments["batch_size"] = max(1, batch // int(os.environ.get("WORLD_SIZE", 1)))
+        if words.arguments.get("num_workers") and words.arguments.get("worker_init_fn"):
+            self.worker_seeds.append(words.arguments["worker_init_fn"])
+        words.arguments |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        words.arguments |= {"timeout": 0, "multiprocessing_context": None}
+        make(*words.args, **words.kwargs)
 
     def _switch_off_dropout(self):
         """Each rank would draw its own masks. `found_model` switches off an RNN's dropout."""
@@ -329,23 +377,12 @@ class Watch(StepWatch):
         Path(self.folder, f"{self.rank}.json").write_text(json.dumps(self.found))
 
     def leave(self, code=0):
-        """End the process, as `os._exit` does."""
-        self.save()
+        """End the process, as `os._exit` does. Children of the script leave the notes alone."""
+        if os.getpid() == self.process:
+            self.save()
         sys.stdout.flush()
         sys.stderr.flush()
         EXIT(code)
-
-
-def make_loader(split, make, loader, *args, **options):
-    """Make a loader that reads its samples in this process, and its part of a batch."""
-    words = inspect.signature(make).bind(loader, *args, **options)
-    batch = words.arguments.get("batch_size", 1)
-    own = not type(loader).__module__.startswith("accelerate")  # not one that prepare makes
-    if split and own and batch and words.arguments.get("batch_sampler") is None:
-        words.arguments["batch_size"] = max(1, batch // int(os.environ.get("WORLD_SIZE", 1)))
-    words.arguments |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    words.arguments |= {"timeout": 0, "multiprocessing_context": None}
-    make(*words.args, **words.kwargs)
 
 
 def buffers_of(model):
@@ -356,22 +393,19 @@ def buffers_of(model):
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def full(tensor):
-    """The whole tensor that a shard is a part of."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(tensor):
+    """The whole tensor that a shard is a part of, dense, in float64, without its history."""
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
-@functools.cache
-def signs_of(name, size):
-    """Random signs, the same ones for each tensor with this name."""
-    own = numpy.random.default_rng(zlib.crc32(name.encode()))
-    return torch.from_numpy(own.integers(0, 2, size) * 2.0 - 1)
-
-
-def two_numbers(name, tensor):
+def two_numbers(tensor):
     """Norm, and sum with random signs, which differs between tensors of the same norm."""
-    flat = full(tensor.detach()).double().flatten().cpu()
-    return [flat.norm().item(), (flat @ signs_of(name, len(flat))).item()]
+    flat = whole(tensor).flatten().cpu()
+    parts = [part @ SIGNS[: len(part)] for part in flat.split(len(SIGNS))]
+    return [flat.norm().item(), sum(parts).item()]
 
 
 def checksum(item):
@@ -379,9 +413,9 @@ def checksum(item):
     found = 0
     for value in tree_leaves(item):
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu().float().numpy()
-        raw = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
-        found = zlib.crc32(raw, found)
+            value = whole(value).cpu().numpy()
+        plain = re.sub(r" at 0x\w+", "", repr(value)) if not hasattr(value, "tobytes") else ""
+        found = zlib.crc32(plain.encode() or value.tobytes(), found)
     return found
 
 

@@ -35,11 +35,11 @@ class StepWatch:
     """Tells when a script is in a training step. A subclass says what happens then.
 
     A model is a module with trainable parameters that the script calls itself, not from within
-    another module, unless that one trains it: it has an optimizer or a loader. A step begins with
-    the forward pass of a model, with gradients. It ends when an optimizer has stepped after a
-    backward pass that this optimizer has not used yet. So what a script does between two steps,
-    such as logging, does not count. Neither does the step without a backward pass by which a
-    checkpoint is loaded into an optimizer that has no states yet.
+    another module. A module that holds an optimizer or a loader is a trainer, not a model. A step
+    begins with the forward pass of a model, with gradients. It ends when an optimizer has stepped
+    after a backward pass that this optimizer has not used yet. So what a script does between two
+    steps, such as logging, does not count. Neither does the step without a backward pass by which
+    a checkpoint is loaded into an optimizer that has no states yet.
     """
 
     def __init__(self):
@@ -51,7 +51,7 @@ class StepWatch:
         self.backwards = self.in_backward = 0  # backward passes so far, and those within others
         self.used = weakref.WeakKeyDictionary()  # {optimizer: the backward passes that it has used}
         self.stepping = None  # the optimizer that steps
-        self.closure = False  # it computes the gradients itself, and has not yet
+        self.closure = False  # True while it waits for its closure to compute gradients
 
     def found_model(self, model):
         """A model is about to make its first forward pass with gradients."""
@@ -120,21 +120,24 @@ class StepWatch:
                 self.closure = False
                 self.before_update(self.stepping)
 
-    def _update(self, optimizer, args=(), _=None):
+    def _update(self, optimizer, args=(), options=None):
         fresh = self.backwards > self.used.get(optimizer, 0)
         self.used[optimizer] = self.backwards
-        closure = args[0] if args and callable(args[0]) else None
+        closure = any(map(callable, [*args[1:], *(options or {}).values()]))
         if (fresh or closure) and self.stepping is None:  # Some optimizers step others.
             self.stepping, self.closure = optimizer, not fresh
             if fresh:
                 self.before_update(optimizer)
 
     def _updated(self, optimizer, *_):
-        if optimizer is self.stepping:
-            self.stepping, self.used[optimizer] = None, self.backwards
+        if optimizer is not self.stepping:
+            return
+        self.stepping, self.used[optimizer] = None, self.backwards
+        if not self.closure:  # Otherwise it has computed no gradients.
             self.done += 1
             self.in_step = False
             self.end()
+        self.closure = False
 
     def _step_engine(self, step, engine, *args, **options):
         # DeepSpeed's own optimizer is none of torch's, and steps the script's once for each flat

@@ -5,8 +5,8 @@ from common.printing import listed
 from watching.differences import NAMES, ROUGH
 
 DRAWN = (
-    ": random numbers are drawn in this step that belong to no sample, so they differ: switch that "
-    "off to compare"
+    ": this step draws random numbers that belong to no single sample, so they differ between the "
+    "runs: switch them off to compare"
 )
 
 
@@ -79,20 +79,22 @@ def tell_rate(d):
     if any(rate != d.many["rates"][0] for rate in d.many["rates"]):
         rates = ", ".join(f"{rate[0]:.6g}" for rate in d.many["rates"])
         return f"the ranks have different learning rates ({rates}): do all step the schedule?"
-    pairs = zip(d.many["rate"], d.one["rate"], strict=True)
+    pairs = zip(d.many["rate"], d.one["rate"], strict=False)
     group = next(k for k, (now, here) in enumerate(pairs) if gap(now, here) > 1e-6)
     now, here = d.many["rate"][group], d.one["rate"][group]
-    before = d.steps[d.step - 2]["rate"][group]
     seen = f"learning rate {instead(now, here)}"
-    if d.step == 1 and gap(now, here * d.ranks) < 1e-6:
+    # The last step of the same optimizer.
+    earlier = [step for step in d.steps[: d.step - 1] if step["optimizer"] == d.one["optimizer"]]
+    before = earlier[-1]["rate"][group] if earlier else None
+    if before is None and gap(now, here * d.ranks) < 1e-6:
         return f"{seen}, {d.ranks} times as large: is it multiplied by the number of processes?"
-    if d.step > 1 and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
+    if earlier and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
         return (
             f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
             "(split_batches is off), so its length and warm-up must be counted in those. Is it "
             "stepped twice?"
         )
-    if d.step > 1 and gap(now - before, here - before) < 1 / 3:
+    if earlier and gap(now - before, here - before) < 1 / 3:
         return (
             f"{seen}: the schedule has almost the same length. Is it, or its warm-up, rounded for "
             "each rank, by int(), math.ceil or the length of a loader?"
@@ -113,7 +115,10 @@ def tell_weights(d):
             f"{seen}, and clip_grad_norm_ clipped nothing: under DeepSpeed only gradient_clipping "
             "in its JSON does"
         )
-    return f"{seen}, but everything before was the same: what changes them besides the optimizer?"
+    return (
+        f"{seen}, although gradients and learning rate were the same: does the script change "
+        "weights outside the optimizer?"
+    )
 
 
 def tell_sum(d):
@@ -138,17 +143,18 @@ def tell_loss(d):
     seen = f"the loss: {instead(many, one)}"
     if d.uncertain:
         return f"{seen}{DRAWN}"
+    times = f"{many / one:.4g}" if one else "1"
+    seen += f", {times} times" if times != "1" else ""
+    seen += ", with the same outputs" if d.one["outputs"][1] == d.many["outputs"][1] > 0 else ""
+    if gap(many * d.ranks, one) < 1e-4:
+        return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
+    if gap(many, one * d.ranks) < 1e-4:
+        return f"{seen}: is a mean multiplied by the number of processes?"
     if d.one["inputs"][1] != d.many["inputs"][1]:
         return (
             f"{seen}: is it a mean over a count that differs between ranks (tokens, a mask)? The "
             "ranks pad their samples to other lengths: does padding count in it?"
         )
-    times = f"{many / one:.4g}" if one else "1"
-    seen += f"{f', {times} times' if times != '1' else ''}, with the same outputs"
-    if gap(many * d.ranks, one) < 1e-4:
-        return f"{seen}: a sum over samples? Gradients are averaged over ranks: use a mean"
-    if gap(many, one * d.ranks) < 1e-4:
-        return f"{seen}: is a mean multiplied by the number of processes?"
     return (
         f"{seen}: is it a mean over a count that differs between ranks (tokens, weights, a "
         f"mask), or does it compare the samples of a batch?{cut(d)}"
@@ -177,8 +183,8 @@ def tell_grads(d):
         )
     if alike:
         return (
-            f"{seen} differ by {gap(ratios[0], 1):.0e} of their norm: is a small constant added to "
-            "a count, or something rounded?"
+            f"{seen} differ by {gap(ratios[0], 1):.0e} of their norm: is a small constant (1e-5) "
+            "added to a divisor, or is a value rounded?"
         )
     now, here = many[names[-1]], one[names[-1]]
     first = f"the first one's norm is {instead(now[0], here[0])}"
@@ -229,8 +235,8 @@ def tell_remarks(found, since, drawn):
     lines = [f"{where}: {tell_same_draws(what)}" for where, what in drawn]
     if "weights" in since and "weights" not in {difference.kind for difference in found}:
         lines.append(
-            f"step {since['weights']}: weights differ, but neither outputs nor gradients do: "
-            "nothing depends on this"
+            f"step {since['weights']}: weights differ, but neither outputs nor gradients do, "
+            "so this has no effect"
         )
     return lines
 
