@@ -64,7 +64,7 @@ MEASURED = [  # what differs from run to run, or from machine to machine
     r"(?<![\d.])\d+ ?%",  # a share of time; accuracies have decimals
     r"(?<=\| )\d+\.\d\d(?= +\|)|(?<=\| )single[a-z, ]*",  # seconds, speedup, and what to mind
     r"(?<=libraries and data) +[\d,]+|(?<=^total) +[\d,]+",
-    r"[1-9](\.\d)?e-0[3-9]",  # differences by rounding
+    r"[1-9](\.\d)?e-(0[3-9]|1[0-9])",  # differences by rounding
     r"(?<=process )\d+|(?<=^step_)\d+|(?<=killed/checkpoints/step_)\d+",
     r":?-{2,}:?|^[.#]{4,}$",  # as wide as their tables
 ]
