@@ -248,6 +248,8 @@ class Watch(StepWatch):
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
         patch_fetch(self._fetch)
+        for name in ("all_reduce", "all_gather", "all_gather_object", "gather", "gather_object"):
+            patch(torch.distributed, name, self._collect)
         patch(DataLoader, "__init__", self._make_loader)
         patch(DataLoader, "__iter__", self.iterate)
         if not self.as_is:
@@ -266,6 +268,11 @@ class Watch(StepWatch):
         if isinstance(norm, torch.Tensor):
             self.now["grad_norm"] = whole(norm).item()
         return norm
+
+    def _collect(self, collective, *args, **options):
+        if self.evaluating() and not self.calls:  # FSDP calls some within a model.
+            self.evaluation()["collectives"] += 1
+        return collective(*args, **options)
 
     def _parse(self, parse, parser, *args, **options):
         found = parse(parser, *args, **options)

@@ -41,7 +41,9 @@ def main():
                 outputs = model(inputs).detach()
                 right += (outputs.argmax(1) == labels).sum()
                 losses.append(accelerator.gather(cross_entropy(outputs, labels)).mean())
-            right = accelerator.reduce(right, "sum").item() / 64
+            if accelerator.num_processes > 1:
+                torch.distributed.all_reduce(right)
+            right = right.item() / 64
             accelerator.print(f"accuracy {right:.4f}, loss {torch.stack(losses).mean():.5f}")
             model.train()
     accelerator.end_training()
