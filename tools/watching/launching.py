@@ -46,7 +46,7 @@ def import_libraries(text):
     """
     for name in LIBRARIES:
         package = name.partition(".")[0]
-        used = rf"(?:import|from) {package}|^{package}_config"
+        used = rf"^(?:import {package}|from {package}|{package}_config)"
         if package == "torch" or re.search(used, text, re.MULTILINE):
             with contextlib.suppress(Exception):  # A script that needs it tells what is wrong.
                 importlib.import_module(name)

@@ -330,9 +330,10 @@ class Watch(StepWatch):
                 self.batch["samples"].pop(id(loader), None)  # The script has skipped it.
             if batch is END:
                 return
-            read, record = [(one, None) for one in checksums(batch)], new_record()
             if fetched and here:
                 read, record = fetched.popleft()
+            else:
+                read, record = [(one, None) for one in checksums(batch)], new_record()
             if getattr(loader, "worker_init_fn", None) in self.worker_seeds:
                 record["noise"] = {}  # The seeds of workers are not those of this process.
             self.batch["samples"].setdefault(id(loader), []).extend(read)
