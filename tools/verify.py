@@ -153,7 +153,8 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     print(f"running {label}", file=sys.stderr, flush=True)
     config = read_yaml(file)
     ranks = 1 if config.get("distributed_type") == "NO" else args.ranks
-    if config.get("distributed_type") == "FSDP" and config["fsdp_config"].get("fsdp_version") != 2:
+    version = (config.get("fsdp_config") or {}).get("fsdp_version")
+    if config.get("distributed_type") == "FSDP" and version != 2:
         raise CannotTellError("it compares FSDP2 only: write fsdp_version: 2 into the YAML")
     folder = args.folder / label
     if folder.exists() and not (folder / "0.alive").exists():
