@@ -79,15 +79,13 @@ def collect(watch, own, accelerator, data, *args, **options):
     tensors = [one for one in tree_leaves(data) if isinstance(one, torch.Tensor)]
     watch.now["cut"] |= torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     if watch.evaluating() and not watch.gathering:
-        evaluation = watch.evaluation()
-        evaluation["collectives"] += 1
         rows = [
             len(all_rows)
             for one, all_rows in zip(tree_leaves(data), tree_leaves(found), strict=False)
             if isinstance(one, torch.Tensor) and one.ndim
         ]
         if rows and own.__name__ != "reduce":
-            evaluation["gathered"] += rows[0]
+            watch.evaluation()["gathered"] += rows[0]
     return found
 
 

@@ -267,8 +267,6 @@ NUMBER = re.compile(r"(?:[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|\b(?:none|nan|inf)\b)"
 UNIT = r"\s*(?:m?s|sec\w*|min\w*|h|\S*/s|[kMG]i?B)\b"
 NAMED = r"\w*(?:time|second)\w*\W+"
 MEASURED = re.compile(rf"\d+(?::\d+)+|{NUMBER.pattern}(?={UNIT})|{NAMED}{NUMBER.pattern}", re.I)
-
-
 PROGRESS = re.compile(r"%\||it/s|s/it")  # of tqdm's bars
 
 

@@ -92,11 +92,11 @@ def alike(name, args, kwargs, mixed):
     narrow = changed.dtype if isinstance(changed, torch.Tensor) and is_narrow(changed) else None
 
     def fit(value):
-        if isinstance(value, torch.Tensor) and not mixed:
-            return value
-        if isinstance(value, torch.Tensor) and narrow and value.dtype in WIDE.values():
-            return value.to(narrow)
-        return value if narrow and isinstance(value, torch.Tensor) else widen(value)
+        if not isinstance(value, torch.Tensor):
+            return widen(value)
+        if narrow and mixed:
+            return value.to(narrow) if value.dtype in WIDE.values() else value
+        return widen(value) if mixed else value
 
     return tree_map(fit, (args, kwargs))
 

@@ -248,7 +248,8 @@ class Watch(StepWatch):
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
         patch_fetch(self._fetch)
-        for name in ("all_reduce", "all_gather", "all_gather_object", "gather", "gather_object"):
+        names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+        for name in (*names, "gather", "gather_object"):
             patch(torch.distributed, name, self._collect)
         patch(DataLoader, "__init__", self._make_loader)
         patch(DataLoader, "__iter__", self.iterate)

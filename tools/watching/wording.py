@@ -36,7 +36,7 @@ def some(names):
 
 
 def instead(many, one):
-    """ "A instead of B", with as many digits as show that they differ."""
+    """Two numbers, as "A instead of B", with as many digits as show that they differ."""
     pairs = [(f"{many:.{digits}g}", f"{one:.{digits}g}") for digits in (*range(6, 17), 17)]
     shown = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
     return f"{shown[0]} instead of {shown[1]}"
