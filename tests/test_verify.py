@@ -29,12 +29,16 @@ BERT = [str(ROOT / "train_bert_squad.py"), *HERE, "--max_train_steps", "12"]
 OURS = ["--batch_flag", "per_device_train_batch_size=16"]
 # DDP hides these; the YAML shows them.
 HIDDEN = {"seed_by_rank": "fsdp", "clipped_by_torch": "zero2", "norm_is_none": "zero2"}
-QUICK = ["loader_not_prepared", "loss_sum", "batchnorm", "average_on_main", "same_noise"]
+QUICK = ["loader_not_prepared", "loss_sum", "batchnorm", "average_on_main", "torchrun_no_sampler"]
 RIGHT = dict.fromkeys(["right", "right_accumulation", "right_iterable"], STRATEGIES)
 RIGHT |= {"right_trainer": STRATEGIES, "right_habits": ["ddp", "fsdp", "zero2"]}
 RIGHT |= {"right_two_optimizers": ["ddp", "fsdp"]}  # DeepSpeed trains one model.
 RIGHT |= {"right_draws": ["ddp", "zero2"], "right_casts": ["ddp", "zero2"]}
 RIGHT["right_step_is_a_module"] = ["ddp", "fsdp"]
+TORCH = ["ddp", "right_torchrun_fsdp2", "right_torchrun_zero1", "right_torchrun_deepspeed"]
+TORCH += ["right_torchrun_draws", "right_torchrun_meta"]
+# Those of exercise 9, and one more.
+SOLUTIONS = ["by_hand", "flat", "overlap", "sharded", "accelerated", "right_by_hand_in_step"]
 
 
 def read_mistakes():
@@ -48,14 +52,18 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
-RESUMES = [name for name in MISTAKES if name.startswith("resume")]
-OTHERS = [*RESUMES, "mixed_up", "not_seeded", "model_not_seeded"]  # which have their own tests
+RESUMES = [name for name in MISTAKES if name.startswith(("resume", "torchrun_resume"))]
+# These have their own tests.
+OTHERS = [*RESUMES, "mixed_up", "not_seeded", "model_not_seeded", "torchrun_own_batches"]
 NAMED = [name for name in MISTAKES if name not in OTHERS and not name.startswith("right")]
 
 
 def write_script(name, folder):
     """Make a script of mistakes.diff in `folder`. Each hunk has to fit exactly one place."""
-    text = (ZOO / ("right_resume.py" if "resume" in name else "right.py")).read_text()
+    bases = {"torchrun": ZOO / "ddp.py", "by_hand": LAB / "solutions" / "by_hand.py"}
+    bases |= {"overlap": LAB / "solutions" / "overlap.py", "resume": ZOO / "right_resume.py"}
+    base = next((bases[part] for part in bases if part in name), ZOO / "right.py")
+    text = base.read_text()
     for hunk in MISTAKES[name][1]:
         old = "".join(f"{line[1:]}\n" for line in hunk if line[0] in " -")
         new = "".join(f"{line[1:]}\n" for line in hunk if line[0] in " +")
@@ -112,7 +120,12 @@ def test_right_scripts_are_the_same_everywhere(name, tmp_path):
 @pytest.mark.parametrize("name", slow_but(QUICK, NAMED))
 def test_the_first_line_names_the_mistake(name, tmp_path):
     said, script = MISTAKES[name][0], write_script(name, tmp_path)
-    words = [*yamls(HIDDEN.get(name, "ddp")), *BATCH, "--patience", 8, script]
+    if name.startswith(("by_hand", "overlap")):
+        (tmp_path / "docs").symlink_to(ROOT / "docs")  # from which it imports
+        words = ["--steps", 6, script, "weights.pt"]
+    else:
+        own = [] if "torchrun" in name else yamls(HIDDEN.get(name, "ddp"))
+        words = [*own, *BATCH, "--patience", 8, script]
     result = verify(tmp_path, *words, code=1)
     [column] = columns(result.folder).values()
     assert said in column["lines"][0], column["lines"]
@@ -154,10 +167,39 @@ def test_what_is_harmless_elsewhere_is_the_same_there(tmp_path):
 
 @pytest.mark.parametrize("name", slow_but([], RESUMES))
 def test_a_wrong_resume_is_named(name, tmp_path):
-    words = ["--resume=--resume", "--kill_after", 10, *yamls("ddp"), write_script(name, tmp_path)]
-    result = verify(tmp_path, *words, "--output_dir", tmp_path / "runs", code=1)
+    script = write_script(name, tmp_path)
+    words = ["--resume=--resume", *yamls("ddp"), script, "--output_dir", tmp_path / "runs"]
+    if "torchrun" in name:
+        words = ["--resume=", *BATCH, script]
+    result = verify(tmp_path, "--kill_after", 10, *words, code=1)
     for column in columns(result.folder).values():  # of one process, and of two
         assert MISTAKES[name][0] in column["lines"][0], column["lines"]
+
+
+@pytest.mark.parametrize("name", slow_but(["ddp"], [*TORCH, *SOLUTIONS]))
+def test_right_scripts_for_torchrun_and_gpus_are_the_same(name, tmp_path):
+    """They train on CPU processes, and what they save is not in the working directory."""
+    folder = LAB / "solutions" if name in SOLUTIONS else ZOO
+    script = write_script(name, tmp_path) if name in MISTAKES else folder / f"{name}.py"
+    if name in SOLUTIONS:
+        (tmp_path / "docs").symlink_to(ROOT / "docs")  # from which it imports
+        words = ["--steps", 6, script, "weights.pt"]
+    else:
+        start = ["--same_start"] if "meta" in name else []
+        words = [*start, script, "--batch_size={16}"]
+    result = verify(tmp_path, *words)
+    assert ("does not import accelerate: --torchrun" in result.err) == (name != "accelerated")
+    [column] = columns(result.folder).values()
+    cells = column["cells"]
+    assert cells["samples"] == cells["learning rate"] == "same" and not column["lines"]
+    if name in ("sharded", "right_by_hand_in_step"):
+        assert cells.pop("gradients") == "none"  # The optimizer has other tensors, or reduces them.
+    for row in {"loss", "gradients", "weights"} & {*cells}:
+        assert float(cells[row].removeprefix("same, ")) < 1e-11, row
+    if name in TORCH:
+        assert cells["evaluated samples"] == "same, 128"
+        assert cells["printed numbers"] == "same, 4"
+    assert not [*tmp_path.glob("*.pt")] and not (result.folder / "again").exists()
 
 
 @pytest.mark.slow
@@ -168,13 +210,17 @@ def test_right_resumes_are_equal_to_the_last_bit(tmp_path):
     reads = ["--kill_after", 10, write_script("right_resume_by_reading", tmp_path)]
     mnist = ["--kill_after", 12, *yamls(*STRATEGIES), *DIGITS, "--max_train_steps", 20]
     bert = ["--kill_after", 8, *yamls("fsdp"), *BERT, "--per_device_train_batch_size", 8]
+    right = write_script("right_torchrun_resume", tmp_path)
+    torchrun = ["--resume=", "--kill_after", 14, *BATCH, right]
     for words in (
+        torchrun,
         zoo,
         reads,
         [*mnist, "--checkpointing_steps", 10],
         [*bert, "--checkpointing_steps", 6],
     ):
-        found = columns(verify(tmp_path, "--resume=--resume", *words, *end).folder)
+        how = words if words == torchrun else ["--resume=--resume", *words, *end]
+        found = columns(verify(tmp_path, *how).folder)
         for column in found.values():
             rows = {row for row in column["cells"].values() if row != "same"}
             assert rows == {"same, 0e+00"}, column
@@ -294,3 +340,74 @@ def test_ranks_end_with_the_tool(tmp_path):
         ranks = psutil.Process(tool.pid).children()
         tool.kill()
     assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=20)[1]
+
+
+# {what the tool says: what a script has, and what ddp.py has in its place}
+REFUSED = {
+    "it needs a GPU: rank 0: ValueError: SyncBatchNorm": ["SyncBatchNorm(16)", "Tanh()"],
+    "it needs a GPU: rank 0: ModuleNotFoundError: No module named 'flash_attn'": [
+        "import os, flash_attn\n", "import os\n"
+    ],
+    "torch.multiprocessing.spawn starts the ranks itself": [
+        "    torch.multiprocessing.spawn(main)\n", "    main()\n"
+    ],
+    "it compares FSDP2 only": [
+        "torch.distributed.fsdp.FullyShardedDataParallel(model)",
+        "DistributedDataParallel(model.cuda(), device_ids=[gpu])",
+    ],
+    "it does not train: on one process, the loss is NaN from step 1": [
+        "(loss * float('nan')).backward", "loss.backward"
+    ],
+    "it does not train: on one process, all gradients are 0 in all steps": [
+        "(loss * 0).backward", "loss.backward"
+    ],
+    "add --seed 0 here, or call torch.manual_seed": ["torch.seed()", "torch.manual_seed(0)"],
+    "divide the batch by --batch_flag batch_size=16": ["args.batch_size", "args.batch_size"],
+    "divide the batch by --split": ["DataLoader(data, 8,", "DataLoader(data, args.batch_size,"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_cannot_be_pretended_is_one_line(tmp_path):
+    script, text = tmp_path / "script.py", (ZOO / "ddp.py").read_text()
+    for said, (new, old) in REFUSED.items():
+        assert old in text
+        script.write_text(text.replace(old, new))
+        batch = [] if "divide the batch" in said else ["--batch_size={16}"]
+        result = verify(tmp_path, script, *batch, code=2)
+        assert said in result.error_line() and "Traceback" not in result.err, result.err
+    verify(tmp_path, "--split", script)
+    assert "takes no --yaml" in verify(tmp_path, "--torchrun", *yamls("ddp"), script, code=2).err
+    assert "a multiple of 2" in verify(tmp_path, script, "--batch_size={15}", code=2).error_line()
+    own = write_script("torchrun_own_batches", tmp_path)
+    result = verify(tmp_path, *BATCH, own, code=2)
+    assert MISTAKES["torchrun_own_batches"][0] in result.out
+    assert "torchrun: cannot tell" in result.out
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_files_apart(tmp_path):
+    """It reads those of the working directory, and loads no checkpoint that another run left."""
+    home = tmp_path / "home"
+    log, sibling, script = home / "logs" / "log.txt", tmp_path / "sibling.txt", home / "own.py"
+    log.parent.mkdir(parents=True)
+    log.write_text("before\n")
+    sibling.write_text("sibling\n")
+    habits = ["done = 0", 'open("logs/log.txt", "a").write(open("../sibling.txt").read())']
+    habits.append('print("micro-batches:", 16 // args.batch_size)  # before the first step')
+    text = write_script("right_torchrun_resume", tmp_path).read_text()
+    script.write_text(text.replace("done = 0", "\n    ".join(habits)))
+    files = {*home.rglob("*")}
+    result = verify(home, *BATCH, script)
+    assert log.read_text() == "before\n"
+    assert {path for path in home.rglob("*") if "runs" not in path.relative_to(home).parts} == files
+    place = result.folder / "torchrun" / "files" / "home"
+    assert (place / "logs" / "log.txt").read_text() == "before\n" + 2 * "sibling\n"
+    assert (place / "checkpoint.pt").is_file()
+    over = torch.load(place / "checkpoint.pt")
+    for done, said in (
+        (2, "does it continue a run that was over?"),
+        (1, "another run of it has sav"),
+    ):
+        torch.save(over | {"done": done}, home / "checkpoint.pt")
+        assert said in verify(home, *BATCH, script, code=2).error_line()

@@ -1,23 +1,29 @@
-"""Does an Accelerate script train the same on many devices? If not, what differs first?
+"""Does a training script do the same on many devices? If not, what differs first?
 
     python tools/verify.py my_script.py --its --flags
     python tools/verify.py --batch_flag per_device_train_batch_size=64 train_mnist_rnn.py \\
         --dataset digits
     python tools/verify.py --split --yaml fsdp --yaml my.yaml --ranks 4 --steps 20 my_script.py
+    python tools/verify.py --torchrun my_ddp.py --batch_size={64}
     python tools/verify.py --resume="--resume" --kill_after 12 train_mnist_rnn.py \\
         --checkpointing_steps 10 --output_dir runs/v
 
-The unchanged script runs on one process, and under each YAML on several. The tool compares the
-samples, learning rates, losses, gradients and weights of each step, what is evaluated, and what is
-printed. All runs compute in float64, so a difference above 1e-9 is a mistake, or meant. Dropout,
-mixed precision and torch.compile are off, the order of samples is seeded, and random numbers depend
-on the sample, not on the rank. The global batch has to be the same: see --batch_flag and --split.
+The unchanged script runs on one process, then on several: an Accelerate script under each YAML, any
+other as torchrun starts it (DistributedDataParallel, fully_shard, DeepSpeed, all-reduce by hand).
+The tool compares the samples, learning rates, losses, gradients and weights of each step, what is
+evaluated, and what is printed after the first step. All runs compute in float64, so a difference
+above 1e-9 is a mistake, or meant. Dropout, mixed precision and torch.compile are off, the order of
+samples is seeded, and random numbers depend on the sample, not on the rank. The global batch has to
+be the same: see --batch_flag and --split. Or put it in braces in any of the script's flags, as in
+--batch_size={64} or ds_{64}.json: the ranks divide this number.
 
-With --resume, each YAML is compared with itself instead: an undisturbed run with one that is killed
-and resumed. Both run as they are, and a difference above 2e-5 counts.
+With --resume, a strategy is compared with itself instead: an undisturbed run with one that is
+killed and resumed. Both run as they are, and a difference above 2e-5 counts.
 
 Results and verify.json go to OUTPUT_DIR/verify/ if you pass --output_dir to the script, otherwise
-to runs/verify/. The runs use GPUs if there is one for each rank, otherwise CPU processes.
+to runs/verify/. The runs use GPUs if there is one for each rank, otherwise CPU processes: then
+torchrun's scripts are told that "cuda" is there, and nothing but the CPU is used. Each run has a
+working directory of its own, with links to the files in yours.
 Exit code: 0 if all train the same; 1 if a run differs, fails or prints other numbers; 2 if the tool
 cannot tell.
 """
@@ -30,6 +36,8 @@ import re
 import shutil
 import signal
 import sys
+import time
+from os.path import abspath
 from pathlib import Path
 
 from common.printing import OneLineParser, markdown_table, one_line, value_of
@@ -37,15 +45,28 @@ from common.strategies import ROOT, words_for
 
 # Before torch is imported: the ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Otherwise Hydra hides where a script fails.
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
 from watching import differences, wording  # noqa: E402
 from watching.differences import CannotTellError, NotComparableError  # noqa: E402
-from watching.launching import import_libraries, run_ranks  # noqa: E402
+from watching.launching import (  # noqa: E402
+    import_libraries,
+    make_place,
+    remove_links,
+    run_ranks,
+)
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
+BRACES = re.compile(r"\{(\d+)\}")  # around a number that the ranks divide
+ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
+TORCH = re.compile(
+    r"^\s*(?:from|import) (?:torch\.distributed|torch\.nn\.parallel|deepspeed)\b", re.M
+)
+# In the errors of a script that a machine without a GPU cannot run.
+NEEDS_GPU = r"cuda|\bgpus?\b|nvidia|nccl|triton|flash.?att|fp8|float8|transformer.?engine"
 ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}
 
 
@@ -68,6 +89,11 @@ def find_yaml(name):
     return places[0]
 
 
+def text_of(script):
+    """The text of a script."""
+    return script.read_text("utf-8", errors="replace")
+
+
 def read_yaml(file):
     """The content of a YAML."""
     return yaml.safe_load(file.read_text("utf-8"))
@@ -82,6 +108,9 @@ def parse_args():
     add = parser.add_argument
     shown = "a strategy: a file, or a name in accelerate_configs/ (default: ddp)"
     add("--yaml", action="append", type=find_yaml, metavar="YAML", help=shown)
+    shown = "start the script as torchrun does, without a YAML (by itself, if it imports neither "
+    shown += "accelerate nor a Trainer)"
+    add("--torchrun", action="store_true", help=shown)
     add("--ranks", type=int, default=2, help="ranks of each strategy (default: %(default)s)")
     add("--steps", type=int, default=60, help="compare at most N steps (default: %(default)s)")
     shown = "the script's flag for the batch of a device, and the global batch to divide by ranks"
@@ -90,6 +119,8 @@ def parse_args():
     add("--split", action="store_true", help=shown)
     shown = "seed each rank before the script starts, if it seeds nothing itself"
     add("--seed", type=int, metavar="N", help=shown)
+    shown = "give all runs the first weights of one process, if each world size draws others"
+    add("--same_start", action="store_true", help=shown)
     shown = "the flags that make the script resume: compare a killed and resumed run"
     add("--resume", metavar="FLAGS", help=shown)
     shown = "kill after N steps and a checkpoint (default: two steps after the first one)"
@@ -107,13 +138,28 @@ def parse_args():
         parser.error(f"--batch_flag {args.batch_flag}: SIZE has to be a multiple of {args.ranks}")
     if not args.script.is_file():
         parser.error(f"there is no script {args.script}")
+    if args.torchrun and args.yaml:
+        parser.error("--torchrun takes no --yaml: the script itself says how it trains")
+    args.divided = [args.batch, *map(int, BRACES.findall(" ".join(args.flags)))]
+    for number in args.divided:
+        if number % args.ranks:
+            parser.error(f"{{{number}}}: the number has to be a multiple of {args.ranks}")
+    if not (args.torchrun or args.yaml or uses_accelerate(text_of(args.script))):
+        args.torchrun = True
+        print(f"{args.script.name} does not import accelerate: --torchrun", file=sys.stderr)
     files = args.yaml or [find_yaml("ddp")]
-    args.yamls = {file.stem: file for file in files}
-    if len(args.yamls) < len(files):
+    args.yamls = {"torchrun": None} if args.torchrun else {file.stem: file for file in files}
+    if not args.torchrun and len(args.yamls) < len(files):
         parser.error("two YAMLs have the same name")
     args.output_dir = value_of("--output_dir", args.flags)
     args.folder = Path(args.output_dir or "runs") / "verify"
+    args.began = time.time()
     return args
+
+
+def uses_accelerate(text):
+    """Whether a script uses Accelerate, itself or by a Trainer that is not its own."""
+    return ACCELERATE.search(text) or (re.search(r"Trainer\b", text) and not TORCH.search(text))
 
 
 # -------- running
@@ -129,21 +175,29 @@ class RunFailedError(Exception):
         self.found, self.in_float64 = found, in_float64
 
 
-def words_of(args, file, ranks, more, own):
-    """The words of `accelerate launch`, and the script and its flags; `own` is its folder."""
+def words_of(args, file, ranks):
+    """The words of `accelerate launch`, or for torchrun the number of ranks."""
+    if args.torchrun:
+        return ranks
     words = [*words_for(file), "--main_process_port", "0", "--num_processes", str(ranks)]
     words += ["--num_machines", "1"]
-    if args.resume is None:
-        words += ["--mixed_precision", "no"]
-    flags = [*args.flags, *more]
+    return words if args.resume is not None else [*words, "--mixed_precision", "no"]
+
+
+def flags_of(args, ranks, more, own):
+    """The flags of the script on so many ranks; `own` is its output folder."""
+    flags = [BRACES.sub(lambda found: str(int(found[1]) // ranks), word) for word in args.flags]
+    # Its working directory is another one: see make_place in launching.py.
+    flags = [re.sub(r"(?:^|(?<==))\.\./.*", lambda at: abspath(at[0]), word) for word in flags]
+    flags += more
     if args.batch_name:
         flags += [f"--{args.batch_name}", str(args.batch // ranks)]
     if args.output_dir:  # also as the beginning of a path, as in --resume_from DIR/step_10
         path = rf"(^|=){re.escape(args.output_dir.rstrip('/'))}(?=/|$)"
         flags = [re.sub(path, lambda found: found[1] + own, word) for word in flags]
-    elif re.search("""["']--output_dir["']""", args.script.read_text("utf-8")):
+    elif re.search("""["']--output_dir["']""", text_of(args.script)):
         flags += ["--output_dir", own]
-    return words, [str(args.script), *flags]
+    return flags
 
 
 def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
@@ -151,26 +205,33 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     from watching.rank import watch_script  # after main has hidden the GPUs
 
     print(f"running {label}", file=sys.stderr, flush=True)
-    config = read_yaml(file)
-    ranks = 1 if config.get("distributed_type") == "NO" else args.ranks
-    version = (config.get("fsdp_config") or {}).get("fsdp_version")
-    if config.get("distributed_type") == "FSDP" and version != 2:
-        raise CannotTellError("it compares FSDP2 only: write fsdp_version: 2 into the YAML")
-    folder = args.folder / label
+    alone = file is not None and read_yaml(file).get("distributed_type") == "NO"
+    ranks = 1 if alone else args.ranks
+    folder = (args.folder / label).absolute()
     if folder.exists() and not (folder / "0.alive").exists():
         raise CannotTellError(f"{folder} is not from this tool: use another --output_dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "0.alive").touch()
-    words, argv = words_of(args, file, ranks, more, own or str(folder / "out"))
+    own = own or folder
+    place = make_place(own / "files")
+    argv = [abspath(args.script), *flags_of(args, ranks, more, str(own / "out"))]
     usual = {"steps": args.steps, "split": args.split, "seed": args.seed, "exact": exact}
+    usual |= {"launched": args.torchrun, "began": args.began}
+    if args.same_start:
+        usual["start"] = str(args.folder.absolute() / "baseline")
     options = usual | options
     target = functools.partial(watch_script, str(folder), gpus, options)
     try:
-        number, hung = run_ranks(words, argv, folder, target, args.patience, gpus)
+        words = words_of(args, file, ranks)
+        number, hung = run_ranks(words, argv, place, folder, target, args.patience, gpus)
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own exception.
         raise CannotTellError(f"accelerate launch cannot start it: {problem!r}") from None
+    finally:
+        remove_links(own / "files")
     found = [read_rank(folder, rank) for rank in range(number)]
+    if any(one["killed"] for one in found):  # Other ranks may have lost their connection to it.
+        return found
     if hung:
         where = {rank: where_it_is(folder, rank, args.script) for rank in hung}
         lines = [f"rank {rank} {where.get(rank, 'has ended')}" for rank in range(number)]
@@ -180,8 +241,10 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     failed.sort(key=lambda one: any(word in one[0] for word in ("onnection", "peer", "gloo")))
     if failed:
         text, first = failed[0]
-        if "SyncBatchNorm expected input tensor to be on GPU" in text:
-            raise CannotTellError("torch.nn.SyncBatchNorm needs GPUs")
+        if "CannotTellError: " in text:
+            raise CannotTellError(text.partition("CannotTellError: ")[2])
+        if not gpus and re.search(NEEDS_GPU, text.partition(" (")[0], re.IGNORECASE):
+            raise CannotTellError(f"it needs a GPU: {text}")
         if "Invariant encountered" in text:
             text += ": name the model's layers in the YAML (fsdp_transformer_layer_cls_to_wrap)"
         raise RunFailedError(text, first, exact and not first["exited"])
@@ -192,10 +255,14 @@ def read_rank(folder, rank):
     """What a rank wrote down, with what it printed."""
     file = folder / f"{rank}.json"
     ended = {"error": "ended", "exited": False, "frames": [], "traceback": None}
+    ended |= {"killed": None, "settings": [0, 0]}
     found = json.loads(file.read_text()) if file.exists() else ended
     ends = [folder / f"{rank}.{end}" for end in ("out", "err")]
-    out, said = (end.read_text(errors="replace").strip() if end.exists() else "" for end in ends)
-    found["out"] = f"{out}\n{said}"  # Many scripts log to stderr.
+    texts = [end.read_bytes() if end.exists() else b"" for end in ends]
+    # Many scripts log to stderr. What they print before the first step are their settings.
+    later = [text[start:] for text, start in zip(texts, found["settings"], strict=True)]
+    found["out"] = b"\n".join(later).decode(errors="replace")
+    said = texts[1].decode(errors="replace").strip()
     # If argparse or a C++ library ended it, its last line says what is wrong.
     if found["error"] and not found["traceback"] and said:
         found |= {"error": said.splitlines()[-1], "traceback": said}
@@ -234,16 +301,19 @@ def compare_runs(args, alone, label, many, exact):
     if len(other) != len(one):
         lines.append(f"{len(other)} steps of training instead of {len(one)}")
     cells = cells_of({"first weights": "first weights"} | ROWS, since, largest)
+    if "grads" not in largest:  # The optimizer has tensors of its own, or reduces them itself.
+        cells["gradients"] = "none"
     printed, numbers = None, 0
     if exact:  # Otherwise a metric jumps where one logit overtakes another.
-        printed, numbers = differences.compare_printed(base, base, many, args.batch, args.split)
+        printed, numbers = differences.compare_printed(base, base, many, args.divided, args.split)
     if lines or printed:
         again = alone(exact, again=True)
         if exact:
             printed, numbers = differences.compare_printed(
-                base, again, many, args.batch, args.split
+                base, again, many, args.divided, args.split
             )
-    remarks = wording.tell_remarks(found, since, differences.find_remarks(other, many))
+    drawn = differences.find_remarks(other, many)
+    remarks = wording.tell_remarks(found, since, drawn, args.torchrun)
     certain = len(other) != len(one) or not all(difference.uncertain for difference in found)
     evaluated, rows = differences.compare_evaluations(base, many)
     cells["evaluated samples"] = f"same, {rows}" if rows else "none"
@@ -264,21 +334,23 @@ def compare_runs(args, alone, label, many, exact):
 def compare_resumed(launch, label, file, args):
     """The same of a run that is killed and resumed, compared with an undisturbed one."""
     whole = launch(f"{label}-whole", file, as_is=True)
-    out = str(args.folder / f"{label}-killed" / "out")
-    killed = launch(f"{label}-killed", file, own=out, as_is=True, kill_after=args.kill_after)
+    own = (args.folder / f"{label}-killed").absolute()
+    killed = launch(own.name, file, own=own, as_is=True, kill_after=args.kill_after)
     at = killed[0]["saved_at"]
     if not at or not killed[0]["killed"]:
-        none = f"did not call Accelerator.save_state in {len(killed[0]['steps'])} steps"
+        how = "torch.save" if args.torchrun else "Accelerator.save_state"
+        none = f"did not call {how} in {len(killed[0]['steps'])} steps"
         why = "ended before it was killed" if at else none
         raise CannotTellError(f"the script {why}, so there is nothing to resume")
     more, left = args.resume.split(), args.steps - at
-    resumed = launch(f"{label}-resumed", file, more, out, as_is=True, steps=left)
+    resumed = launch(f"{label}-resumed", file, more, own, as_is=True, steps=left)
     one, other = differences.merge(whole), differences.merge(resumed)
     # Every bit should be the same, but rounding is allowed.
     found, since, largest = differences.compare(one, other, differences.ROUNDED, at)
     lines = wording.tell(found, resumed=True)
     if not resumed[0]["loaded"]:
-        lines.insert(0, "it did not resume: Accelerator.load_state was not called")
+        how = "torch.load" if args.torchrun else "Accelerator.load_state"
+        lines.insert(0, f"it did not resume: {how} was not called")
     if len(other) != len(one) - at:
         lines.append(f"{len(other)} steps after step {at} instead of {len(one) - at}")
     rows = {kind: f"{row} after the kill" for kind, row in ROWS.items()}
@@ -356,12 +428,12 @@ def main():
     gpus = torch.cuda.device_count() >= args.ranks
     if not gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        files = args.script, *args.yamls.values()
-        import_libraries("\n".join(file.read_text("utf-8") for file in files))  # for the forks
+        files = args.script, *(file for file in args.yamls.values() if file)
+        import_libraries("\n".join(map(text_of, files)))  # for the forks
     launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)
-    except NotComparableError as problem:
+    except CannotTellError as problem:
         cannot_tell(f"{args.script.name}: {problem}")
     print(f"{args.script.name} on {'GPUs' if gpus else 'CPU processes'}")
     how = "off, and the order of samples is seeded" if args.resume is None else "on"

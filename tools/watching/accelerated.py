@@ -12,7 +12,6 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.state import AcceleratorState
 from torch.utils._pytree import tree_leaves
 
-from watching import exact
 from watching.steps import patch
 
 
@@ -42,7 +41,7 @@ def adapt(watch):
     def prepare(own, accelerator, *parts, **options):
         for part in parts:
             if isinstance(part, torch.nn.Module) and watch.exact:
-                exact.widen_model(part)
+                part.double()  # before Accelerate notes where the optimizer's weights are
         found = own(accelerator, *parts, **options)
         whole = found if isinstance(found, (tuple, list)) else (found,)
         watch.prepared += [part for part in whole if isinstance(part, torch.nn.Module)]

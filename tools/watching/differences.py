@@ -54,7 +54,7 @@ class Difference:
 def merge(ranks):
     """The steps of all ranks as one list."""
     merged = [merge_step(parts) for parts in zip(*[rank["steps"] for rank in ranks], strict=False)]
-    own = {name: ranks[0][name] for name in ("batchnorms", "unprepared")}
+    own = {name: ranks[0][name] for name in ("batchnorms", "unprepared", "torchrun")}
     return [step | own for step in merged]
 
 
@@ -121,7 +121,7 @@ def far(a, b, least):
 
 def far_by_name(kind, a, b, least):
     """{(kind, name): how far}. Tensors with a norm below `least[kind]` are compared with that."""
-    names = [*a, *(name for name in b if name not in a)]
+    names = [name for name in {**a, **b} if a.get(name) or b.get(name)]
     return {(kind, name): far(a.get(name), b.get(name), least[kind]) for name in names}
 
 
@@ -151,6 +151,11 @@ def distances(a, b, scale):
         found[kind, ""] = gap(a[kind][0], b[kind][0]) if same_size else 0.0
     # ZeRO-3 gives no access to frozen weights.
     known = [name for name, two in a["weights"].items() if two and b["weights"].get(name)]
+    if a["weights"] and not b["weights"].keys() & a["weights"].keys():
+        raise NotComparableError(
+            f"the ranks' models have other names for weights: {next(iter(b['weights']), 'none')} "
+            f"instead of {next(iter(a['weights']))}"
+        )
     weights = [{name: step["weights"][name] for name in known} for step in (a, b)]
     least = least_of(a, scale)
     found |= far_by_name("weights", *weights, least)
@@ -188,14 +193,31 @@ def harmless(kind, here):
     return kind in needs and needs[kind].isdisjoint(here)
 
 
+def reduced_in_step(steps, limit):
+    """Whether the ranks have the same weights as one process in the next step, the second of these
+    pairs of steps, if there is one. Then gradients that they do not share are no mistake: the
+    optimizer reduces them itself.
+    """
+    if len(steps) < 2:
+        return True
+    a, b = steps[1]
+    far_off = [kind for (kind, _), value in distances(a, b, 0.0).items() if value > limit]
+    return "weights" not in far_off and "weights" not in b["apart"]
+
+
 def compare(one, many, limit, skipped=0):
     """The first Difference of each kind, earliest first; {kind: the first step at which it
     differs}, harmless ones too; and {kind: the largest distance}. "first weights" are a kind.
     `many` begins `skipped` steps later than `one`.
     """
     found, since, largest, scale, drawn = {}, {}, Counter(), 0.0, False
-    for k, (a, b) in enumerate(zip(one[skipped:], many, strict=False), skipped):
+    draws_batches = any(step["own"] for step in one[1:])  # Before the first, it makes the model.
+    steps = list(zip(one[skipped:], many, strict=False))
+    for k, (a, b) in enumerate(steps, skipped):
         distance = distances(a, b, scale)
+        if [*b["apart"]] == ["grads"] and reduced_in_step(steps[k - skipped :], limit):
+            distance = {key: value for key, value in distance.items() if key[0] != "grads"}
+            b["apart"].clear()
         scale = max(scale, norm_of_all(a["grads"]))
         for (kind, _), value in distance.items():
             largest[kind] = max(largest[kind], value)
@@ -210,11 +232,15 @@ def compare(one, many, limit, skipped=0):
         if "apart" in kinds and "samples" not in kinds:
             kinds.sort(key=lambda kind: kind != "apart")
         before = drawn
+        # Each rank draws other batches, by design.
+        by_design = draws_batches and "samples" in kinds and len(set(map(tuple, b["each"]))) > 1
+        drawn = drawn or by_design
         drawn = drawn or a["others"] != b["others"] or a["drawn"] != b["drawn"]
         drawn = drawn or (a["samples"] != b["samples"] and same_indices(a, b))
         for kind in kinds:
             # The weights were noted before something was drawn in their step.
             uncertain = kind not in CERTAIN and (before if kind == "weights" else drawn)
+            uncertain = by_design if kind == "samples" else uncertain
             found.setdefault(kind, Difference(kind, k + 1, a, b, here[kind], one, uncertain))
     return list(found.values()), since, largest
 
@@ -222,22 +248,32 @@ def compare(one, many, limit, skipped=0):
 def check_trains(base):
     """Raises NotComparableError if one process does not train."""
     if len(base[0]["steps"]) < 2:
+        why = "a step needs a backward pass and the step of a torch optimizer"
+        if base[0]["loaded"]:
+            why = "it has loaded a file by torch.load: does it continue a run that was over?"
         raise NotComparableError(
-            f"one process made {len(base[0]['steps'])} training steps, and 2 are needed: a step "
-            "needs a backward pass and the step of a torch optimizer"
+            f"one process made {len(base[0]['steps'])} training steps, and 2 are needed: {why}"
         )
-    for k, step in enumerate(merge(base), 1):
+    steps = merge(base)
+    for k, step in enumerate(steps, 1):
         if step["loss"] is not None and math.isnan(step["loss"]):
-            raise NotComparableError(f"on one process, the loss is NaN from step {k}")
+            raise NotComparableError(
+                f"it does not train: on one process, the loss is NaN from step {k}"
+            )
+    known = any(two for step in steps for two in step["grads"].values())
+    if not any(norm_of_all(step["grads"]) if known else step["loss"] for step in steps):
+        what = "all gradients are" if known else "the loss is"
+        raise NotComparableError(f"it does not train: on one process, {what} 0 in all steps")
 
 
 def check_repeats(base, again):
     """Raises NotComparableError unless one process repeats what it did."""
     found, _, _ = compare(merge(base), merge(again), ROUNDED)
     if found:
+        how = "torch.manual_seed" if base[0]["torchrun"] else "accelerate.utils.set_seed"
         raise NotComparableError(
             f"step {found[0].step} has different {NAMES[found[0].kind]} in each run: add --seed 0 "
-            "here, or call accelerate.utils.set_seed before anything is drawn"
+            f"here, or call {how} before anything is drawn"
         )
 
 
@@ -254,8 +290,13 @@ def check_batch(one, many, flags, split):
         # One that is as large as the batch, or as a micro-batch of it; of training, if it says so.
         fits = [name for name, value in flags.items() if value and alone % value == 0]
         fits.sort(key=lambda name: (flags[name] != alone, "train" not in name, "eval" in name))
-        how = f"by --batch_flag {fits[0]}={flags[fits[0]]}" if fits else "by --split"
-        how = "in the script, which makes its batches itself" if split and not fits else how
+        how = "in the script, which makes its batches itself"
+        if fits:
+            how = f"by --batch_flag {fits[0]}={flags[fits[0]]}"
+        elif one[0]["epoch"] and not split:
+            how = "by --split"
+        elif one[0]["torchrun"]:
+            how = f"by braces around its size in the script's flags, as in --size={{{alone}}}"
         raise NotComparableError(
             f"all ranks read {together} samples in step 1, and one process reads {alone}: divide "
             f"the batch {how}"
@@ -282,23 +323,26 @@ def printed_numbers(rank):
     return found
 
 
-def compare_printed(base, again, many, batch, split):
+def compare_printed(base, again, many, divided, split):
     """The first line that rank 0 prints with other numbers: (its line, that of one process), or
     None; and how many numbers were compared, all of which one process repeats when it runs `again`.
-    The ranks divide `batch`. With `split`, a script believes in more samples per step.
+    The ranks divide the numbers `divided`. With `split`, a script believes in more samples a step.
     """
-    meant = [(1, len(many)), (batch, batch // len(many))]
+    meant = [(1, len(many)), *((number, number // len(many)) for number in divided)]
     one, twin, other = (printed_numbers(ranks[0]) for ranks in (base, again, many))
     compared = 0
     for text, lines in one.items():
-        same_lines = lines, twin.get(text, []), other.get(text, [])
-        for mine, repeated, theirs in zip(*same_lines, strict=False):
-            for a, b, c in zip(mine[1], repeated[1], theirs[1], strict=True):
-                if gap(a, b) > 1e-4 or (a, c) in meant or (split and c == a * len(many)):
+        measured = set()  # the places in the line of numbers that differ in each run
+        for (_, mine), (_, repeated) in zip(lines, twin.get(text, []), strict=False):
+            pairs = enumerate(zip(mine, repeated, strict=True))
+            measured |= {place for place, (a, b) in pairs if gap(a, b) > 1e-4}
+        for (line, mine), (their_line, theirs) in zip(lines, other.get(text, []), strict=False):
+            for place, (a, c) in enumerate(zip(mine, theirs, strict=True)):
+                if place in measured or (a, c) in meant or (split and c == a * len(many)):
                     continue
                 compared += 1
                 if gap(a, c) > 1e-3:
-                    return (theirs[0], mine[0]), compared
+                    return (their_line, line), compared
     return None, compared
 
 

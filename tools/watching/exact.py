@@ -2,16 +2,22 @@
 digits or more, and a difference is never rounding: no ReLU near 0 comes out on the other side.
 """
 
-import os
+import contextlib
+import inspect
+import json
 import re
+import sys
+from pathlib import Path
 
 import torch
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from watching.steps import patch
 
-FLOAT32, FLOAT64 = torch.float32, torch.float64  # widen_model changes what torch's names mean
+FLOAT32, FLOAT64 = torch.float32, torch.float64  # initialize changes torch's names
 WIDE = dict.fromkeys((FLOAT32, torch.float16, torch.bfloat16), FLOAT64)
 WIDE |= {torch.complex64: torch.complex128}
 CASTS = ("float", "half", "bfloat16")  # methods of tensors and modules
@@ -21,6 +27,8 @@ RAW = ("view", "frombuffer", "set_")
 # These draw other numbers in float64.
 MAKE_RANDOM = ("rand", "randn", "rand_like", "randn_like")
 FILL_RANDOM = ("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "kaiming_uniform_")
+MODES = []  # that were entered for good
+load, save = torch.load, torch.save  # as they are
 
 
 def is_narrow(value):
@@ -109,8 +117,19 @@ def compute_in_float64():
     for name in CASTS:
         setattr(torch.nn.Module, name, torch.nn.Module.double)
     patch(torch, "load", load_as_saved)
-    torch._dynamo.config.disable = True
+    compile_nothing()
+    widen_models()
     enter_for_good(Exact())
+
+
+def compile_nothing():
+    """From now on torch.compile returns what it is given."""
+
+    def compile_it(model=None, **_):
+        return model if model is not None else lambda function: function
+
+    torch.compile = compile_it
+    torch._dynamo.config.disable = True  # for what libraries have compiled
 
 
 def load_as_saved(load, *args, **options):
@@ -122,19 +141,65 @@ def load_as_saved(load, *args, **options):
 
 def enter_for_good(mode):
     """Enter a mode, in backward passes, too: torch leaves it for them, and custom functions and
-    activation checkpointing compute there in Python.
+    activation checkpointing compute there in Python. The last one sees a call first.
     """
 
     def run(run_backward, *args, **options):
-        with mode:
+        with contextlib.ExitStack() as entered:
+            for one in MODES:
+                entered.enter_context(one)
             return run_backward(*args, **options)
 
-    patch(torch.autograd, "_engine_run_backward", run)
+    if not MODES:
+        patch(torch.autograd, "_engine_run_backward", run)
+    MODES.append(mode)
     mode.__enter__()
 
 
-def widen_model(model):
-    """Bring a model to float64 that a library has loaded in another type."""
-    model.double()
-    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+def widen_models():
+    """From now on models get float64 weights that a library has loaded in another type: when they
+    are moved to a device, and when they are prepared for many ranks.
+    """
+
+    def move(to, model, *args, **options):
+        return to(model, *args, **options).double()
+
+    def make_ddp(make, wrapper, model, *args, **options):
+        make(wrapper, model.double(), *args, **options)
+
+    def shard(fully_shard, model, *args, mp_policy=None, **options):
+        parts = model if isinstance(model, (list, tuple)) else [model]
+        for part in parts:
+            if not isinstance(part, fsdp.FSDPModule):
+                part.double()
+        return fully_shard(model, *args, **options)
+
+    def make_scaler(make, scaler, *args, **options):
+        make(scaler, *args, **options)
+        scaler._enabled = False  # Otherwise it takes float32 only.
+
+    def initialize(make_engine, *args, **options):
+        words = inspect.signature(make_engine).bind(*args, **options).arguments
+        words["model"].double()
+        words["config"] = exact_config(words)
         torch.float = torch.float32 = FLOAT64  # The code of DeepSpeed checks for these names.
+        return make_engine(**words)
+
+    patch(torch.nn.Module, "to", move)
+    patch(DistributedDataParallel, "__init__", make_ddp)
+    patch(fsdp, "fully_shard", shard)
+    patch(torch.amp.GradScaler, "__init__", make_scaler)
+    if "deepspeed" in sys.modules:
+        patch(sys.modules["deepspeed"], "initialize", initialize)
+
+
+def exact_config(words):
+    """DeepSpeed's settings, which `deepspeed.initialize` gets in `words`, for float64."""
+    config = words.pop("config", None) or words.pop("config_params", None)
+    if not config:  # It is the name of a file among the script's flags.
+        config, words["args"].deepspeed_config = words["args"].deepspeed_config, None
+    config = json.loads(Path(config).read_text()) if isinstance(config, str) else dict(config)
+    optimizer = config.get("optimizer", {})
+    if "Adam" in optimizer.get("type", ""):  # DeepSpeed's own has only narrow types.
+        config["optimizer"] = optimizer | {"params": optimizer["params"] | {"torch_adam": True}}
+    return config | {"fp16": {"enabled": False}, "bf16": {"enabled": False}}

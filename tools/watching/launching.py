@@ -91,13 +91,52 @@ def make_worlds(number):
     if not number:
         return [{}], None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number)) | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
-    return [common | rank for rank in ranks], store
+    sizes, ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), []
+    common = dict.fromkeys(sizes, str(number)) | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+    common |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    for rank in range(number):
+        ranks.append(common | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)))
+    return ranks, store
+
+
+def make_place(folder):
+    """A working directory for a run, in `folder`: what the script writes there is apart from other
+    runs, and links lead to all files that its relative paths can reach.
+    """
+    here = Path.cwd()
+    parts = here.parts[1:]
+    for depth, name in enumerate(parts):
+        link(Path(here.anchor, *parts[:depth]), Path(folder, *parts[:depth]), without=name)
+    place = Path(folder, *parts)
+    link(here, place)
+    for path in here.iterdir():
+        # Folders that a script may write into. Large ones have data.
+        if path.is_dir() and path.name[0] != "." and len(os.listdir(path)) < 1000:
+            link(path, place / path.name)
+    return place
+
+
+def link(source, target, without=""):
+    """Put links into a folder to all that is in another one and has not this name."""
+    if target.is_symlink():
+        target.unlink()
+    target.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        for path in source.iterdir():
+            if path.name != without and not os.path.lexists(target / path.name):
+                (target / path.name).symlink_to(path)
+
+
+def remove_links(folder):
+    """Leave only what the script wrote: other programs, such as pytest, would follow the links."""
+    for where, folders, files in os.walk(folder, topdown=False):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(where, name)):
+                os.unlink(os.path.join(where, name))
+        with contextlib.suppress(OSError):  # It is not empty.
+            os.rmdir(where)
 
 
 def become(environment, folder, argv, out, err, run=None, gate=None):
@@ -119,13 +158,16 @@ def become(environment, folder, argv, out, err, run=None, gate=None):
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def run_ranks(words, argv, folder, target, patience, gpus):
-    """Run the script `argv[0]` as `accelerate launch WORDS ARGV` would, in ranks that call
+def run_ranks(words, argv, place, folder, target, patience, gpus):
+    """Run the script `argv[0]` in a working directory `place`, as `accelerate launch WORDS ARGV`
+    would, or if `words` is a number, as torchrun would with that many ranks. They call
     `target(argv[0])`. Their output goes to N.out and N.err in `folder`, and they touch N.alive when
     they make progress. Returns the number of ranks, and those that hang: there was no progress for
     `patience` seconds, and faulthandler wrote where they are. Ranks that use GPUs are not forked.
     """
-    number, env = what_the_launcher_starts([*words, *argv], dict(os.environ))
+    number, env = words, dict(os.environ)
+    if not isinstance(words, int):
+        number, env = what_the_launcher_starts([*words, *argv], env)
     worlds, _store = make_worlds(number)
     context = multiprocessing.get_context("spawn" if gpus else "fork")
     # The store's thread, which greets the first rank, may hold a lock of the C library, and a
@@ -134,7 +176,7 @@ def run_ranks(words, argv, folder, target, patience, gpus):
     try:
         for rank, world in enumerate(worlds):
             output = folder / f"{rank}.out", folder / f"{rank}.err"
-            what = (env | world, os.getcwd(), argv, *output, target, gate)
+            what = (env | world, place, argv, *output, target, gate)
             ranks.append(context.Process(target=become, args=what))
             ranks[-1].start()
         gate.set()

@@ -16,21 +16,27 @@ buffers    as weights: what a checkpoint holds besides them, after the forward p
 grad_norm  what clip_grad_norm_ returned
 drawn      see new_record in draws.py
 cut        True if Accelerator.gather got a tensor with gradients, which it cuts
+own        True if the script has no loader, and draws random numbers for its batches
 """
 
 import argparse
+import builtins
 import collections
 import ctypes
 import faulthandler
+import fcntl
 import inspect
+import io
 import itertools
 import json
 import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
+import time
 import traceback
 import weakref
 import zlib
@@ -38,14 +44,17 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
-from watching import accelerated, exact
+from watching import accelerated, exact, torchrun
+from watching.differences import CannotTellError
 from watching.draws import Draws, add_record, new_record, set_seed, watch_generators
-from watching.launching import TOOLS, leave_room_for
+from watching.launching import TOOLS, import_libraries, leave_room_for
 from watching.steps import StepWatch, in_training, name_of, patch, patch_fetch
 
 EXIT = os._exit
@@ -57,25 +66,45 @@ class Watch(StepWatch):
     """Notes what this rank does in its first `steps` steps, and then ends the process. With
     `kill_after`, it is killed instead, after that many steps and a checkpoint (0: two steps after
     the first one). `exact` computes in float64, `split` divides the batches of loaders by the
-    ranks, and `as_is` keeps dropout, mixed precision, random numbers and the order of samples.
+    ranks, and `as_is` keeps dropout, mixed precision, random numbers and the order of samples. With
+    `start`, a folder, models start with the weights of the first run that was given it. `launched`
+    tells that torchrun starts the script, so torch.save makes its checkpoints.
 
     A batch is what a loader handed out last. It belongs to a step if a gradient is computed before
     the next one comes; otherwise to an evaluation, if a model saw it; otherwise to nothing: the
     script has skipped it.
     """
 
-    def __init__(self, folder, steps, exact, split, seed, as_is=False, kill_after=None):
+    def __init__(
+        self,
+        folder,
+        steps,
+        exact,
+        split,
+        seed,
+        launched,
+        began,
+        start=None,
+        as_is=False,
+        kill_after=None,
+    ):
         super().__init__()
         self.folder, self.steps, self.exact, self.split = folder, steps, exact, split
         self.seeded = seed is not None  # by the tool, on all ranks alike
+        self.launched, self.start = launched, start
+        self.began = began, time.time()  # the tool and this rank
         self.as_is, self.kill_after = as_is, kill_after
         self.rank, self.process = int(os.environ.get("RANK", 0)), os.getpid()
+        self.place = os.getcwd()  # see make_place in launching.py
         self.found = {"steps": [], "evaluations": {}, "batchnorms": [], "unprepared": []}
         self.found |= {"flags": {}}  # of the script, with "batch" in their name
+        self.found |= {"torchrun": launched}
+        self.found |= {"settings": [0, 0]}  # bytes of stdout and stderr before the first step
         names = ("saved_at", "loaded", "killed", "error", "exited", "traceback")
         self.found |= {"frames": []} | dict.fromkeys(names)
         self.alive = Path(folder, f"{self.rank}.alive")  # touched when there is progress
         self.prepared = []  # models that Accelerator.prepare returned
+        self.loaded, self.saved = set(), set()  # files, by torch.load and torch.save
         self.optimizers = []  # in the order of their first steps
         self.shares = False  # whether an optimizer updates the models' own weights
         self.worker_seeds = []  # functions that seed workers, which here are none
@@ -91,7 +120,7 @@ class Watch(StepWatch):
     def begin_notes(self):
         """Begin to note another step."""
         self.now = {"samples": [], "indices": [], "epoch": 0, "loss": None, "grad_norm": None}
-        self.now["cut"] = False
+        self.now |= {"cut": False, "own": False}
         self.now |= {"drawn": new_record(), "inputs": [0.0, 0], "outputs": [0.0, 0]}
         self.alive.touch()
 
@@ -112,6 +141,25 @@ class Watch(StepWatch):
                 module.dropout = 0.0
             if "BatchNorm" in type(module).__name__ and module.training:
                 self.found["batchnorms"].append(name_of(name))
+            if isinstance(module, FSDPModule) and self.start:
+                module.reshard()  # if the script has gathered it
+        if self.start:
+            self._start_alike(model)
+
+    def _start_alike(self, model):
+        """Give a model its weights of the first run. A collective under FSDP."""
+        if type(model).__name__ == "DeepSpeedEngine":
+            raise CannotTellError("--same_start does not reach the weights that DeepSpeed holds")
+        file = Path(self.start, f"start-{len(self.models)}.pt")
+        weights = {name_of(name): weight for name, weight in model.named_parameters()}
+        if not file.exists():
+            exact.save({name: whole(weight) for name, weight in weights.items()}, file)
+        for name, value in exact.load(file).items():
+            weight = weights[name].data
+            value = value.to(weight.device, weight.dtype)
+            if isinstance(weight, DTensor):
+                value = distribute_tensor(value, weight.device_mesh, weight.placements)
+            weight.copy_(value)
 
     def called(self, module, args, output):
         if self.reading is not None or not any(True for _ in module.parameters()):
@@ -121,6 +169,10 @@ class Watch(StepWatch):
             self.seen_in = "step"
         self.seen_in = self.seen_in or "evaluation"
         if gradients:
+            if not (self.epochs or self.batch["samples"]):
+                # Without a loader, samples are what the first model of a step gets.
+                read = [(one, None) for one in checksums(args)]
+                self.batch["samples"]["inputs"] = read
             self._add("inputs", args)
             self._add("outputs", output)
 
@@ -147,7 +199,12 @@ class Watch(StepWatch):
     # ---- steps
 
     def begin(self, model):
+        if not self.done:
+            for number, stream in enumerate((sys.stdout, sys.stderr)):
+                stream.flush()
+                self.found["settings"][number] = os.fstat(number + 1).st_size
         if not self.epochs:  # The script has no loader, and what it drew before is its batch.
+            self.now["own"] = bool(self.draws.take()["others"])
             self.draws.hand_out([], new_record())
 
     def before_backward(self, loss):
@@ -177,6 +234,7 @@ class Watch(StepWatch):
     def end(self):
         """A step is over: end after the last one."""
         self._note_batch()
+        self.now["own"] |= not self.epochs and bool(self.now["drawn"]["others"])
         self.found["steps"].append(self.now)
         self.begin_notes()
         saved = self.found["saved_at"]
@@ -246,6 +304,11 @@ class Watch(StepWatch):
         super().watch()
         accelerated.adapt(self)
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
+        patch(FullyShardedDataParallel, "__init__", refuse_fsdp1)
+        for owner in (builtins, io):
+            patch(owner, "open", self._open)
+        patch(torch, "save", self._save)
+        patch(torch, "load", self._load)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
         patch_fetch(self._fetch)
         names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
@@ -355,7 +418,7 @@ class Watch(StepWatch):
         if words.arguments.get("num_workers") and words.arguments.get("worker_init_fn"):
             self.worker_seeds.append(words.arguments["worker_init_fn"])
         words.arguments |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-        words.arguments |= {"timeout": 0, "multiprocessing_context": None}
+        words.arguments |= {"timeout": 0, "multiprocessing_context": None, "pin_memory": False}
         make(*words.args, **words.kwargs)
 
     def _switch_off_dropout(self):
@@ -379,6 +442,49 @@ class Watch(StepWatch):
         if rate and not self.in_backward:
             self.draws.note("dropout", {"cpu": self.draws.states["cpu"]})
 
+    # ---- files
+
+    def _open(self, own, file, mode="r", *args, **options):
+        if isinstance(mode, str) and set(mode) & set("wax+"):
+            self._keep_apart(file, "w" not in mode)
+        return own(file, mode, *args, **options)
+
+    def _keep_apart(self, file, copy=False):
+        """If a file in the working directory is a link to one that was there before, put a new
+        file, or a `copy`, in place of the link.
+        """
+        path = path_of(file)
+        if not (path and path.startswith(self.place) and os.path.islink(path)):
+            return
+        with Path(self.folder, "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.islink(path):  # No other rank was faster.
+                original = os.path.realpath(path)
+                os.unlink(path)
+                if copy:
+                    shutil.copyfile(original, path)
+
+    def _save(self, save, obj, f, *args, **options):
+        path = path_of(f)
+        if path in self.loaded and not self.as_is:
+            raise left_by_another_run(path)
+        self._keep_apart(f)
+        save(obj, f, *args, **options)
+        self.saved.add(path)
+        if self.launched and self.done:
+            self.found["saved_at"] = self.done
+
+    def _load(self, load, f, *args, **options):
+        path = path_of(f)
+        if path and not self.as_is and path not in self.saved:
+            self.loaded.add(path)
+            if os.path.exists(path) and self.began[0] < os.path.getmtime(path) < self.began[1]:
+                raise left_by_another_run(path)
+        result = load(f, *args, **options)
+        if self.launched:
+            self.found["loaded"] = self.done == 0  # not the best weights, after training
+        return result
+
     # ---- the end
 
     def save(self):
@@ -392,6 +498,26 @@ class Watch(StepWatch):
         sys.stdout.flush()
         sys.stderr.flush()
         EXIT(code)
+
+
+def path_of(file):
+    """The absolute path of a file, or None if it is a stream."""
+    return os.path.abspath(file) if isinstance(file, (str, os.PathLike)) else None
+
+
+def left_by_another_run(path):
+    """The error for a file that the script both loads and saves, without --resume."""
+    return CannotTellError(
+        f"it loads {os.path.basename(path)}, which another run of it has saved: move this file "
+        "away, or compare a resumed run by --resume"
+    )
+
+
+def refuse_fsdp1(*_, **__):
+    raise CannotTellError(
+        "it compares FSDP2 only: fully_shard, or fsdp_version: 2 in the YAML, not "
+        "FullyShardedDataParallel"
+    )
 
 
 def buffers_of(model):
@@ -446,13 +572,17 @@ def watch_script(folder, gpus, options, script):
         set_seed(options["seed"])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: end with the tool
+    if gpus:  # It is no fork of a process that has imported them.
+        import_libraries(Path(script).read_text("utf-8"))
     leave_room_for(script)
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:
-        if not gpus:
+        if not gpus and not watch.launched:
             accelerated.connect_over_gloo()
         watch.watch()
+        if not gpus and watch.launched:
+            torchrun.pretend_gpus()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):

@@ -162,7 +162,8 @@ def name_of(name):
     """The name of a parameter or module without what wrappers put into it."""
     for own in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
         name = name.replace(own, "")
-    return name.removeprefix("module.")  # of DistributedDataParallel and DeepSpeed
+    # DistributedDataParallel and DeepSpeed call what they wrap a module.
+    return ".".join(part for part in name.split(".") if part != "module")
 
 
 def in_training(model):

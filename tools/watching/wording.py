@@ -30,6 +30,11 @@ def tell(found, resumed=False):
     return lines
 
 
+def either(d, accelerate, torchrun):
+    """What to say about a script for Accelerate, or for torchrun."""
+    return torchrun if d.one["torchrun"] else accelerate
+
+
 def some(names):
     """The tensors nearest to the loss first, three at most."""
     return listed(names[::-1], 3)
@@ -46,27 +51,47 @@ def tell_samples(d):
     sizes, of_one = [len(samples) for samples in d.many["each"]], d.one["samples"].total()
     shared = set.intersection(*(set(samples) for samples in d.many["each"]))
     if len(sizes) > 1 and shared and len(shared) == len(set(d.many["each"][0])):
+        cause = either(
+            d, "was the loader given to accelerator.prepare", "has the loader a DistributedSampler"
+        )
         return (
-            f"all ranks read the same {sizes[0]} samples: was the loader given to "
-            "accelerator.prepare, and does each rank take its own part?"
+            f"all ranks read the same {sizes[0]} samples: {cause}, and does each rank take its own "
+            "part?"
         )
     if sum(sizes) > of_one:
-        return (
-            f"{sum(sizes)} samples on all ranks, {of_one} on one process: accelerate fills up an "
-            "uneven last batch with samples that were read before; with drop_last=True the loader "
-            "leaves it out"
+        cause = either(
+            d,
+            "accelerate fills up an uneven last batch with samples that were read before; with "
+            "drop_last=True the loader leaves it out",
+            "a DistributedSampler gives each rank as many, and reads some again for this; with "
+            "drop_last=True it leaves out the last ones",
         )
+        return f"{sum(sizes)} samples on all ranks, {of_one} on one process: {cause}"
     if d.one["epoch"] != d.many["epoch"]:
         return tell_epoch(d)
     others = of_one - (d.one["samples"] & d.many["samples"]).total()
-    return (
-        f"{others} of {of_one} samples differ from those on one process: is the loader prepared, "
-        "is the data divided twice, or do the ranks shuffle with different seeds?"
+    seen = f"{others} of {of_one} samples differ from those on one process"
+    if d.uncertain:
+        return (
+            f"{seen}, by design: the script has no loader, and each rank draws its own batches. "
+            "The runs cannot be compared"
+        )
+    cause = either(
+        d,
+        "is the loader prepared, is the data divided twice, or do the ranks shuffle with "
+        "different seeds?",
+        "do one process and the ranks have the same order (a DistributedSampler with one seed, "
+        "set_epoch), and is the data divided once, by the world size?",
     )
+    return f"{seen}: {cause}"
 
 
 def tell_epoch(d):
-    cause = "does a rank's own loss end the loop, or a length that was taken before prepare?"
+    cause = either(
+        d,
+        "does a rank's own loss end the loop, or a length that was taken before prepare?",
+        "does a rank's own loss end the loop, or a length without regard to the world size?",
+    )
     if d.one["epoch"] > d.many["epoch"]:
         return (
             f"an epoch ends after step {d.step - 1} on one process, but not on the ranks: {cause}"
@@ -87,29 +112,38 @@ def tell_rate(d):
     earlier = [step for step in d.steps[: d.step - 1] if step["optimizer"] == d.one["optimizer"]]
     before = earlier[-1]["rate"][group] if earlier else None
     if before is None and gap(now, here * d.ranks) < 1e-6:
-        return f"{seen}, {d.ranks} times as large: is it multiplied by the number of processes?"
+        by = either(d, "number of processes", "world size")
+        return f"{seen}, {d.ranks} times as large: is it multiplied by the {by}?"
     if earlier and here != before and gap(now - before, (here - before) * d.ranks) < 1e-3:
-        return (
-            f"{seen}, it changes {d.ranks} times as fast: a prepared schedule steps once per rank "
-            "(split_batches is off), so its length and warm-up must be counted in those. Is it "
-            "stepped twice?"
+        cause = either(
+            d,
+            "a prepared schedule steps once per rank (split_batches is off), so its length and "
+            "warm-up must be counted in those",
+            "is its length, or its warm-up, divided by the world size",
         )
+        cause += either(d, ". Is it stepped twice?", ", or is it stepped twice?")
+        return f"{seen}, it changes {d.ranks} times as fast: {cause}"
     if earlier and gap(now - before, here - before) < 1 / 3:
         return (
             f"{seen}: the schedule has almost the same length. Is it, or its warm-up, rounded for "
             "each rank, by int(), math.ceil or the length of a loader?"
         )
-    return (
-        f"{seen}: the schedule has a different length. Is it prepared, and is its length that of "
-        "the loader before it was prepared?"
+    cause = either(
+        d,
+        "Is it prepared, and is its length that of the loader before it was prepared?",
+        "Is it counted in steps of all ranks, such as the length of the loader with its "
+        "DistributedSampler?",
     )
+    return f"{seen}: the schedule has a different length. {cause}"
 
 
 def tell_weights(d):
     seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ before the update"
     seen += f" ({some(d.names)})"
     if d.step == 1:
-        return f"{seen}: set the seed on all ranks before the model is made"
+        more = "; if they are drawn after fully_shard, add --same_start"
+        more = either(d, "", more)
+        return f"{seen}: set the seed on all ranks before the model is made{more}"
     if d.steps[d.step - 2]["grad_norm"] and not d.many["grad_norm"]:
         return (
             f"{seen}, and clip_grad_norm_ clipped nothing: under DeepSpeed only gradient_clipping "
@@ -212,27 +246,32 @@ def tell_apart(d):
             "reduces their gradients"
         )
     causes = {"weights": "does only one rank change them, or do they start with different ones?"}
-    causes |= {"grads": "is the loss computed by the prepared model, on all ranks?"}
+    causes |= {
+        "grads": either(
+            d,
+            "is the loss computed by the prepared model, on all ranks?",
+            "does the wrapped model compute the loss, not its .module, or does the script reduce "
+            "them all, and wait for each handle?",
+        )
+    }
     return f"{seen}: {causes[kind]}"
 
 
 def tell_alike(d):
-    return tell_same_draws("noise, augmentation")
+    return tell_same_draws("noise, augmentation", d.one["torchrun"])
 
 
-def tell_same_draws(what):
+def tell_same_draws(what, torchrun):
     """What to say if all ranks draw from the same state of a random generator."""
-    return (
-        f"all ranks draw the same random numbers ({what}): call set_seed(seed, "
-        "device_specific=True) after the model is made"
-    )
+    how = "add the rank to the seed" if torchrun else "call set_seed(seed, device_specific=True)"
+    return f"all ranks draw the same random numbers ({what}): {how} after the model is made"
 
 
-def tell_remarks(found, since, drawn):
+def tell_remarks(found, since, drawn, torchrun):
     """Lines that change no verdict: about weights that differ without an effect (see
     differences.compare), and about what differences.find_remarks has found (`drawn`).
     """
-    lines = [f"{where}: {tell_same_draws(what)}" for where, what in drawn]
+    lines = [f"{where}: {tell_same_draws(what, torchrun)}" for where, what in drawn]
     if "weights" in since and "weights" not in {difference.kind for difference in found}:
         lines.append(
             f"step {since['weights']}: weights differ, but neither outputs nor gradients do, "
@@ -258,7 +297,11 @@ def tell_resumed(d):
         cause = "are the batches before the checkpoint skipped, in the order of the same epoch?"
     elif d.kind == "rate":
         seen = f"learning rate {d.many['rate'][0]:.6g} instead of {d.one['rate'][0]:.6g}"
-        cause = "does the checkpoint hold the schedule (was it prepared, or registered)?"
+        cause = either(
+            d,
+            "does the checkpoint hold the schedule (was it prepared, or registered)?",
+            "does the checkpoint hold the schedule and the optimizer?",
+        )
     elif d.kind == "weights":
         seen = f"{len(d.names)} of {len(d.one['weights'])} weights differ ({some(d.names)})"
         cause = "does the checkpoint hold them, and the optimizer's states?"

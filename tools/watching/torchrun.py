@@ -1,0 +1,221 @@
+"""Let a script that was written for GPUs train on CPU processes: "cuda" in any form is the CPU, and
+NCCL is gloo. Only the script is told so. torch and other libraries see that there is no GPU: so
+autocast and GradScaler, for example, switch themselves off.
+"""
+
+import collections
+import functools
+import inspect
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from watching.differences import CannotTellError
+from watching.exact import compile_nothing, enter_for_good
+from watching.steps import patch
+
+CPU = torch.device("cpu")
+LIBRARIES = str(Path(torch.__file__).parents[1])
+BYTES = 16 << 30  # of each pretended GPU
+
+
+def on_cpu(value):
+    """The same argument of a call, but a GPU is the CPU."""
+    named = isinstance(value, (str, torch.device)) and str(value).startswith(("cuda", "cpu:"))
+    # Backends are named "cpu:gloo,cuda:nccl".
+    return CPU if named and "," not in str(value) else value
+
+
+class OnCPU(TorchFunctionMode):
+    """Puts on the CPU what a script would put on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if function is torch.device:
+            first = kwargs.get("type", kwargs.get("device", (*args, None)[0]))
+            if isinstance(first, int) or on_cpu(first) is CPU:
+                return CPU
+        elif name in ("cuda", "pin_memory"):  # methods of a tensor
+            return args[0]
+        elif name == "to" and len(args) > 1 and isinstance(args[1], int):
+            args = (args[0], CPU, *args[2:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs = kwargs | {"device": CPU}
+        args = tuple(map(on_cpu, args))
+        return function(*args, **{key: on_cpu(value) for key, value in kwargs.items()})
+
+
+class Idle:
+    """Stands for a stream, an event or a device: all that it is asked to do is done at once."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: 0.0  # also the milliseconds between two events
+
+
+class Handle:
+    """The handle of a collective, and its future, which gloo lacks."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+    def get_future(self):
+        return self
+
+
+def with_future(own, *args, **options):
+    """What a collective returns, with a future, if it does not wait."""
+    work = own(*args, **options)
+    return Handle(work) if work else None
+
+
+class CPUGenerator(torch.Generator):
+    """A random generator for the CPU, whatever the script asks for."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, device=on_cpu(device))
+
+
+def constant(value):
+    """A function that returns this value, whatever it is called with."""
+    return lambda *_, **__: value
+
+
+def of_both():
+    """{a function of torch.cuda and torch.accelerator: what it does instead}"""
+    memory = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    nothing = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream")
+    nothing += ("reset_accumulated_memory_stats",)
+    answers = dict.fromkeys(memory, constant(0)) | dict.fromkeys(nothing, constant(None))
+    answers |= {"is_available": constant(True), "current_stream": Idle}
+    return answers | {"memory_stats": constant(collections.defaultdict(int))}
+
+
+def of_cuda():
+    """The same of torch.cuda."""
+    properties = SimpleNamespace(name="CPU", total_memory=BYTES, major=8, minor=0)
+    properties.multi_processor_count = 1
+    nothing = ("set_device", "init", "ipc_collect", "reset_max_memory_allocated")
+    nothing += ("set_per_process_memory_fraction",)
+    answers = of_both() | dict.fromkeys(nothing, constant(None))
+    answers |= dict.fromkeys(("stream", "device", "default_stream"), Idle)
+    answers |= {"device_count": constant(int(os.environ["LOCAL_WORLD_SIZE"]))}
+    answers |= {"current_device": constant(int(os.environ["LOCAL_RANK"]))}
+    answers |= {"get_device_name": constant("CPU"), "get_device_capability": constant((8, 0))}
+    answers |= {"get_device_properties": constant(properties), "memory_summary": constant("")}
+    answers |= {"mem_get_info": constant((BYTES, BYTES)), "utilization": constant(0)}
+    answers |= {"is_bf16_supported": constant(True)}
+    answers |= {"get_rng_state": lambda *_: torch.get_rng_state()}
+    answers |= {"set_rng_state": lambda state, *_: torch.set_rng_state(state)}
+    answers |= {"get_rng_state_all": lambda: [torch.get_rng_state()]}
+    return answers | {"set_rng_state_all": lambda states: torch.set_rng_state(states[0])}
+
+
+def of_accelerator():
+    """The same of torch.accelerator. torch's own examples insist on two."""
+    index, devices = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    answers = of_both() | dict.fromkeys(("set_device_index", "set_device_idx"), constant(None))
+    answers |= {"current_accelerator": constant(CPU), "device_index": Idle}
+    answers |= dict.fromkeys(("current_device_index", "current_device_idx"), constant(index))
+    answers |= {"device_count": constant(max(devices, 2))}
+    return answers | {"get_memory_info": constant((BYTES, BYTES))}
+
+
+def tell_script(module, name, answer):
+    """From now on `module.name(...)` is `answer(...)`, unless a library asks."""
+    true = getattr(module, name)
+
+    def asked(*args, **options):
+        library = sys._getframe(1).f_code.co_filename.startswith(LIBRARIES)
+        return (true if library else answer)(*args, **options)
+
+    setattr(module, name, asked)
+
+
+def pretend_gpus():
+    """From now on, a script that puts its model and data on a GPU of this rank trains on the CPU.
+    torch.compile does nothing.
+    """
+    for module, answers in (torch.cuda, of_cuda()), (torch.accelerator, of_accelerator()):
+        for name in [name for name in answers if hasattr(module, name)]:
+            tell_script(module, name, answers[name])
+    torch.cuda.Event = torch.cuda.Stream = Idle
+    torch.Generator = CPUGenerator
+    compile_nothing()
+    enter_for_good(OnCPU())
+    adapt_modules()
+    connect_over_gloo()
+
+
+def adapt_modules():
+    """Keep modules and checkpoints on the CPU. What cannot be pretended raises CannotTellError."""
+
+    def to(own, module, *args, **options):
+        args = [CPU if isinstance(one, int) else on_cpu(one) for one in args]
+        return own(module, *args, **options | dict.fromkeys({"device"} & {*options}, CPU))
+
+    def make_ddp(own, wrapper, module, device_ids=None, output_device=None, *args, **options):
+        own(wrapper, module, None, None, *args, **options)
+
+    def load(own, f, map_location=None, *args, **options):
+        return own(f, CPU, *args, **options)
+
+    def spawn(own, *args, **options):
+        raise CannotTellError(
+            "torch.multiprocessing.spawn starts the ranks itself: let torchrun start them"
+        )
+
+    patch(torch.nn.Module, "to", to)
+    patch(torch.nn.Module, "cuda", lambda own, module, *_: module.to(CPU))
+    patch(torch.nn.Module, "to_empty", lambda own, module, **more: own(module, device=CPU))
+    patch(torch.nn.parallel.DistributedDataParallel, "__init__", make_ddp)
+    patch(torch, "load", load)
+    for name in ("spawn", "start_processes"):
+        patch(torch.multiprocessing, name, spawn)
+
+
+def connect_over_gloo():
+    """Connect the ranks by gloo, as torchrun's environment says, whatever the script asks for."""
+    if "deepspeed" in sys.modules:
+        import deepspeed.ops
+
+        # DeepSpeed 0.19.8 would spend 20 seconds compiling it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    def connect(own, *args, **options):
+        words = inspect.signature(own).bind(*args, **options).arguments
+        kept = {"timeout": words["timeout"]} if words.get("timeout") else {}
+        own("gloo", **kept)
+
+    def make_group(own, *args, **options):
+        words = inspect.signature(own).bind(*args, **options)
+        words.arguments |= {"backend": None, "device_id": None, "pg_options": None}
+        return own(*words.args, **words.kwargs)
+
+    def make_mesh(own, device, *args, **options):
+        return own("cpu", *args, **options)
+
+    patch(dist, "init_process_group", connect)
+    patch(dist, "new_group", make_group)
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        tell_script(dist, name, functools.partial(with_future, getattr(dist, name)))
+    patch(dist, "barrier", lambda own, *args, device_ids=None, **more: own(*args, **more))
+    patch(dist.device_mesh, "init_device_mesh", make_mesh)
+    dist.init_device_mesh = dist.device_mesh.init_device_mesh
