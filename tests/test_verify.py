@@ -401,10 +401,12 @@ def test_a_run_keeps_its_files_apart(tmp_path):
     result = verify(home, *BATCH, script)
     assert log.read_text() == "before\n"
     assert {path for path in home.rglob("*") if "runs" not in path.relative_to(home).parts} == files
-    place = result.folder / "torchrun" / "files" / "home"
-    assert (place / "logs" / "log.txt").read_text() == "before\n" + 2 * "sibling\n"
-    assert (place / "checkpoint.pt").is_file()
-    over = torch.load(place / "checkpoint.pt")
+    own = result.folder / "torchrun" / "files"
+    [written] = own.rglob("log.txt")
+    [checkpoint] = own.rglob("checkpoint.pt")
+    assert written.read_text() == "before\n" + 2 * "sibling\n"
+    assert not [path for path in own.rglob("*") if path.is_symlink()]
+    over = torch.load(checkpoint)
     for done, said in (
         (2, "does it continue a run that was over?"),
         (1, "another run of it has sav"),

@@ -307,6 +307,8 @@ class Watch(StepWatch):
         patch(FullyShardedDataParallel, "__init__", refuse_fsdp1)
         for owner in (builtins, io):
             patch(owner, "open", self._open)
+        for name in ("replace", "rename"):
+            patch(os, name, self._move)
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
@@ -465,14 +467,22 @@ class Watch(StepWatch):
                     shutil.copyfile(original, path)
 
     def _save(self, save, obj, f, *args, **options):
-        path = path_of(f)
-        if path in self.loaded and not self.as_is:
-            raise left_by_another_run(path)
+        self._note_saved(f)
         self._keep_apart(f)
         save(obj, f, *args, **options)
-        self.saved.add(path)
         if self.launched and self.done:
             self.found["saved_at"] = self.done
+
+    def _move(self, move, file, target, **options):
+        if path_of(file) in self.saved:
+            self._note_saved(target)
+        return move(file, target, **options)
+
+    def _note_saved(self, file):
+        path = path_of(file)
+        if path in self.loaded and not self.as_is:
+            raise left_by_another_run(path)
+        self.saved.add(path)
 
     def _load(self, load, f, *args, **options):
         path = path_of(f)
