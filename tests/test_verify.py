@@ -389,11 +389,15 @@ def test_what_cannot_be_pretended_is_one_line(tmp_path):
 def test_a_run_keeps_its_files_apart(tmp_path):
     """It reads those of the working directory, and loads no checkpoint that another run left."""
     home = tmp_path / "home"
-    log, sibling, script = home / "logs" / "log.txt", tmp_path / "sibling.txt", home / "own.py"
+    log, sibling, script = (
+        home / "logs" / "of" / "log.txt",
+        tmp_path / "sibling.txt",
+        home / "own.py",
+    )
     log.parent.mkdir(parents=True)
     log.write_text("before\n")
     sibling.write_text("sibling\n")
-    habits = ["done = 0", 'open("logs/log.txt", "a").write(open("../sibling.txt").read())']
+    habits = ["done = 0", 'open("logs/of/log.txt", "a").write(open("../sibling.txt").read())']
     habits.append('print("micro-batches:", 16 // args.batch_size)  # before the first step')
     text = write_script("right_torchrun_resume", tmp_path).read_text()
     script.write_text(text.replace("done = 0", "\n    ".join(habits)))

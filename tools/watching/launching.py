@@ -5,6 +5,7 @@ As in a launch, accelerate parses the command line and the YAML and makes the en
 torch's store connects the ranks.
 """
 
+import collections
 import contextlib
 import gc
 import importlib
@@ -109,13 +110,25 @@ def make_place(folder):
     parts = here.parts[1:]
     for depth, name in enumerate(parts):
         link(Path(here.anchor, *parts[:depth]), Path(folder, *parts[:depth]), without=name)
-    place = Path(folder, *parts)
-    link(here, place)
-    for path in here.iterdir():
-        # Folders that a script may write into. Large ones have data.
-        if path.is_dir() and path.name[0] != "." and len(os.listdir(path)) < 1000:
-            link(path, place / path.name)
+    place, left = Path(folder, *parts), 5000
+    folders = collections.deque([here])
+    while folders:  # the upper ones first, as most scripts write there
+        path = folders.popleft()
+        children = list_folder(path)
+        # Hidden folders are environments and histories. Large ones have data.
+        small = path.name[:1] != "." and len(children) < min(1000, left)
+        if path == here or (small and path not in folder.parents):
+            link(path, place / path.relative_to(here))
+            left -= len(children)
+            folders += [one for one in children if one.is_dir() and not one.is_symlink()]
     return place
+
+
+def list_folder(path):
+    """What is in a folder: nothing, if this user may not read it."""
+    with contextlib.suppress(PermissionError):
+        return list(path.iterdir())
+    return []
 
 
 def link(source, target, without=""):
@@ -123,10 +136,9 @@ def link(source, target, without=""):
     if target.is_symlink():
         target.unlink()
     target.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(PermissionError):
-        for path in source.iterdir():
-            if path.name != without and not os.path.lexists(target / path.name):
-                (target / path.name).symlink_to(path)
+    for path in list_folder(source):
+        if path.name != without and not os.path.lexists(target / path.name):
+            (target / path.name).symlink_to(path)
 
 
 def remove_links(folder):

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,15 @@ class Idle:
     """Stands for a stream, an event or a device: all that it is asked to do is done at once."""
 
     def __init__(self, *args, **options):
-        pass
+        self.record()
+
+    def record(self, *_):
+        """Note the time, as an event does."""
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end):
+        """The milliseconds until another event."""
+        return 1000 * (end.seconds - self.seconds)
 
     def __enter__(self):
         return self
@@ -64,7 +73,7 @@ class Idle:
         pass
 
     def __getattr__(self, name):
-        return lambda *_, **__: 0.0  # also the milliseconds between two events
+        return lambda *_, **__: None
 
 
 class Handle:
@@ -93,49 +102,32 @@ class CPUGenerator(torch.Generator):
         return super().__new__(cls, device=on_cpu(device))
 
 
-def constant(value):
-    """A function that returns this value, whatever it is called with."""
-    return lambda *_, **__: value
-
-
-def of_both():
-    """{a function of torch.cuda and torch.accelerator: what it does instead}"""
-    memory = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    nothing = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream")
-    nothing += ("reset_accumulated_memory_stats",)
-    answers = dict.fromkeys(memory, constant(0)) | dict.fromkeys(nothing, constant(None))
-    answers |= {"is_available": constant(True), "current_stream": Idle}
-    return answers | {"memory_stats": constant(collections.defaultdict(int))}
-
-
-def of_cuda():
-    """The same of torch.cuda."""
+def answers_of(module):
+    """{a function of torch.cuda or torch.accelerator: what the script gets from it}. Those that are
+    not named here do nothing.
+    """
+    devices, index = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    # torch's own examples insist on two accelerators.
+    devices = max(devices, 2) if module is torch.accelerator else devices
     properties = SimpleNamespace(name="CPU", total_memory=BYTES, major=8, minor=0)
     properties.multi_processor_count = 1
-    nothing = ("set_device", "init", "ipc_collect", "reset_max_memory_allocated")
-    nothing += ("set_per_process_memory_fraction",)
-    answers = of_both() | dict.fromkeys(nothing, constant(None))
-    answers |= dict.fromkeys(("stream", "device", "default_stream"), Idle)
-    answers |= {"device_count": constant(int(os.environ["LOCAL_WORLD_SIZE"]))}
-    answers |= {"current_device": constant(int(os.environ["LOCAL_RANK"]))}
-    answers |= {"get_device_name": constant("CPU"), "get_device_capability": constant((8, 0))}
-    answers |= {"get_device_properties": constant(properties), "memory_summary": constant("")}
-    answers |= {"mem_get_info": constant((BYTES, BYTES)), "utilization": constant(0)}
-    answers |= {"is_bf16_supported": constant(True)}
-    answers |= {"get_rng_state": lambda *_: torch.get_rng_state()}
+    known = {"is_available": True, "is_bf16_supported": True, "device_count": devices}
+    known |= dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), index)
+    known |= dict.fromkeys(("mem_get_info", "get_memory_info"), (BYTES, BYTES))
+    known |= {"current_accelerator": CPU, "get_device_name": "CPU"}
+    known |= {"get_device_capability": (8, 0), "get_device_properties": properties}
+    known |= {"memory_stats": collections.defaultdict(int), "memory_summary": ""}
+    answers = {}
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        value = known.get(name, 0 if "memory_" in name else None)
+        if name[0] != "_" and function.__module__.startswith("torch"):
+            answers[name] = lambda *_, answer=value, **__: answer
+    answers |= dict.fromkeys(("stream", "current_stream", "default_stream", "device"), Idle)
+    answers |= {"device_index": Idle, "get_rng_state": lambda *_: torch.get_rng_state()}
     answers |= {"set_rng_state": lambda state, *_: torch.set_rng_state(state)}
     answers |= {"get_rng_state_all": lambda: [torch.get_rng_state()]}
-    return answers | {"set_rng_state_all": lambda states: torch.set_rng_state(states[0])}
-
-
-def of_accelerator():
-    """The same of torch.accelerator. torch's own examples insist on two."""
-    index, devices = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    answers = of_both() | dict.fromkeys(("set_device_index", "set_device_idx"), constant(None))
-    answers |= {"current_accelerator": constant(CPU), "device_index": Idle}
-    answers |= dict.fromkeys(("current_device_index", "current_device_idx"), constant(index))
-    answers |= {"device_count": constant(max(devices, 2))}
-    return answers | {"get_memory_info": constant((BYTES, BYTES))}
+    answers |= {"set_rng_state_all": lambda states: torch.set_rng_state(states[0])}
+    return {name: answer for name, answer in answers.items() if hasattr(module, name)}
 
 
 def tell_script(module, name, answer):
@@ -153,9 +145,9 @@ def pretend_gpus():
     """From now on, a script that puts its model and data on a GPU of this rank trains on the CPU.
     torch.compile does nothing.
     """
-    for module, answers in (torch.cuda, of_cuda()), (torch.accelerator, of_accelerator()):
-        for name in [name for name in answers if hasattr(module, name)]:
-            tell_script(module, name, answers[name])
+    for module in (torch.cuda, torch.accelerator):
+        for name, answer in answers_of(module).items():
+            tell_script(module, name, answer)
     torch.cuda.Event = torch.cuda.Stream = Idle
     torch.Generator = CPUGenerator
     compile_nothing()
