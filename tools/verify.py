@@ -37,7 +37,6 @@ import shutil
 import signal
 import sys
 import time
-from os.path import abspath
 from pathlib import Path
 
 from common.printing import OneLineParser, markdown_table, one_line, value_of
@@ -187,8 +186,6 @@ def words_of(args, file, ranks):
 def flags_of(args, ranks, more, own):
     """The flags of the script on so many ranks; `own` is its output folder."""
     flags = [BRACES.sub(lambda found: str(int(found[1]) // ranks), word) for word in args.flags]
-    # Its working directory is another one: see make_place in launching.py.
-    flags = [re.sub(r"(?:^|(?<==))\.\./.*", lambda at: abspath(at[0]), word) for word in flags]
     flags += more
     if args.batch_name:
         flags += [f"--{args.batch_name}", str(args.batch // ranks)]
@@ -214,10 +211,10 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     folder.mkdir(parents=True)
     (folder / "0.alive").touch()
     own = own or folder
-    place = make_place(own / "files")
-    argv = [abspath(args.script), *flags_of(args, ranks, more, str(own / "out"))]
+    place, script = make_place(own / "files", args.script)
+    argv = [str(script), *flags_of(args, ranks, more, str(own / "out"))]
     usual = {"steps": args.steps, "split": args.split, "seed": args.seed, "exact": exact}
-    usual |= {"launched": args.torchrun, "began": args.began}
+    usual |= {"launched": args.torchrun, "began": args.began, "place": str(own / "files")}
     if args.same_start:
         usual["start"] = str(args.folder.absolute() / "baseline")
     options = usual | options
@@ -228,6 +225,7 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own exception.
         raise CannotTellError(f"accelerate launch cannot start it: {problem!r}") from None
     finally:
+        script.unlink(missing_ok=True)
         remove_links(own / "files")
     found = [read_rank(folder, rank) for rank in range(number)]
     if any(one["killed"] for one in found):  # Other ranks may have lost their connection to it.

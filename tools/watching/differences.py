@@ -193,14 +193,16 @@ def harmless(kind, here):
     return kind in needs and needs[kind].isdisjoint(here)
 
 
-def reduced_in_step(steps, limit):
-    """Whether the ranks have the same weights as one process in the next step, the second of these
-    pairs of steps, if there is one. Then gradients that they do not share are no mistake: the
-    optimizer reduces them itself.
+def reduced_in_step(steps, limit, before):
+    """Whether an optimizer reduces gradients itself, which the ranks do not share in the first of
+    these pairs of steps: after it they have the weights of one process. If no more step of this
+    optimizer follows, the answer is that of the steps `before`.
     """
-    if len(steps) < 2:
-        return True
-    a, b = steps[1]
+    optimizer = steps[0][0]["optimizer"]
+    later = next((pair for pair in steps[1:] if pair[0]["optimizer"] == optimizer), None)
+    if not later:
+        return before
+    a, b = later
     far_off = [kind for (kind, _), value in distances(a, b, 0.0).items() if value > limit]
     return "weights" not in far_off and "weights" not in b["apart"]
 
@@ -212,12 +214,14 @@ def compare(one, many, limit, skipped=0):
     """
     found, since, largest, scale, drawn = {}, {}, Counter(), 0.0, False
     draws_batches = any(step["own"] for step in one[1:])  # Before the first, it makes the model.
-    steps = list(zip(one[skipped:], many, strict=False))
+    steps, inside = list(zip(one[skipped:], many, strict=False)), False
     for k, (a, b) in enumerate(steps, skipped):
         distance = distances(a, b, scale)
-        if [*b["apart"]] == ["grads"] and reduced_in_step(steps[k - skipped :], limit):
-            distance = {key: value for key, value in distance.items() if key[0] != "grads"}
-            b["apart"].clear()
+        if [*b["apart"]] == ["grads"]:
+            inside = reduced_in_step(steps[k - skipped :], limit, inside)
+            if inside:
+                distance = {key: value for key, value in distance.items() if key[0] != "grads"}
+                b["apart"].clear()
         scale = max(scale, norm_of_all(a["grads"]))
         for (kind, _), value in distance.items():
             largest[kind] = max(largest[kind], value)

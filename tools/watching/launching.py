@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -102,43 +103,48 @@ def make_worlds(number):
     return ranks, store
 
 
-def make_place(folder):
-    """A working directory for a run, in `folder`: what the script writes there is apart from other
-    runs, and links lead to all files that its relative paths can reach.
+def make_place(folder, script):
+    """A working directory for a run, and the script in it: both are in `folder`, where links lead
+    to all files that relative paths can reach. What the script writes is apart from other runs.
     """
-    here = Path.cwd()
-    parts = here.parts[1:]
-    for depth, name in enumerate(parts):
-        link(Path(here.anchor, *parts[:depth]), Path(folder, *parts[:depth]), without=name)
-    place, left = Path(folder, *parts), 5000
-    folders = collections.deque([here])
-    while folders:  # the upper ones first, as most scripts write there
-        path = folders.popleft()
-        children = list_folder(path)
-        # Hidden folders are environments and histories. Large ones have data.
-        small = path.name[:1] != "." and len(children) < min(1000, left)
-        if path == here or (small and path not in folder.parents):
-            link(path, place / path.relative_to(here))
-            left -= len(children)
-            folders += [one for one in children if one.is_dir() and not one.is_symlink()]
-    return place
+    root = Path(folder)
+    script = Path(script).absolute()
+    for top in dict.fromkeys((Path.cwd(), script.parent)):
+        parts = top.parts[1:]
+        for depth in range(len(parts)):
+            link(Path(top.anchor, *parts[:depth]), Path(root, *parts[:depth]))
+        folders, left = collections.deque([top]), 20_000
+        while folders:  # the upper ones first, as most scripts write there
+            path = folders.popleft()
+            entries = list_folder(path)
+            # Hidden folders are environments and histories. Large ones have data.
+            small = path.name[:1] != "." and len(entries) < min(1000, left)
+            if path == top or (small and path not in root.parents):
+                link(path, Path(root, *path.parts[1:]))
+                left -= len(entries)
+                folders += [Path(one) for one in entries if one.is_dir(follow_symlinks=False)]
+    own = Path(root, *script.parts[1:])
+    own.unlink()
+    shutil.copyfile(script, own)  # Its resolved path is in `folder`, too.
+    return Path(root, *Path.cwd().parts[1:]), own
 
 
 def list_folder(path):
     """What is in a folder: nothing, if this user may not read it."""
-    with contextlib.suppress(PermissionError):
-        return list(path.iterdir())
+    with contextlib.suppress(OSError):
+        return list(os.scandir(path))
     return []
 
 
-def link(source, target, without=""):
-    """Put links into a folder to all that is in another one and has not this name."""
+def link(source, target):
+    """Make a folder with links to all that is in another one and not in it."""
     if target.is_symlink():
         target.unlink()
     target.mkdir(parents=True, exist_ok=True)
-    for path in list_folder(source):
-        if path.name != without and not os.path.lexists(target / path.name):
-            (target / path.name).symlink_to(path)
+    here = {*os.listdir(target)}
+    for one in list_folder(source):
+        if one.name not in here:
+            os.symlink(one.path, target / one.name)
 
 
 def remove_links(folder):

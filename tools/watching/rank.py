@@ -84,6 +84,7 @@ class Watch(StepWatch):
         seed,
         launched,
         began,
+        place,
         start=None,
         as_is=False,
         kill_after=None,
@@ -93,9 +94,9 @@ class Watch(StepWatch):
         self.seeded = seed is not None  # by the tool, on all ranks alike
         self.launched, self.start = launched, start
         self.began = began, time.time()  # the tool and this rank
+        self.place = place + os.sep  # see make_place in launching.py
         self.as_is, self.kill_after = as_is, kill_after
         self.rank, self.process = int(os.environ.get("RANK", 0)), os.getpid()
-        self.place = os.getcwd()  # see make_place in launching.py
         self.found = {"steps": [], "evaluations": {}, "batchnorms": [], "unprepared": []}
         self.found |= {"flags": {}}  # of the script, with "batch" in their name
         self.found |= {"torchrun": launched}
@@ -309,6 +310,7 @@ class Watch(StepWatch):
             patch(owner, "open", self._open)
         for name in ("replace", "rename"):
             patch(os, name, self._move)
+        patch(os, "walk", walk)
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
         patch(argparse.ArgumentParser, "parse_known_args", self._parse)
@@ -452,8 +454,8 @@ class Watch(StepWatch):
         return own(file, mode, *args, **options)
 
     def _keep_apart(self, file, copy=False):
-        """If a file in the working directory is a link to one that was there before, put a new
-        file, or a `copy`, in place of the link.
+        """If a file is a link to one that was there before, put a new one, or a `copy`, in place of
+        the link.
         """
         path = path_of(file)
         if not (path and path.startswith(self.place) and os.path.islink(path)):
@@ -461,10 +463,9 @@ class Watch(StepWatch):
         with Path(self.folder, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.islink(path):  # No other rank was faster.
-                original = os.path.realpath(path)
-                os.unlink(path)
-                if copy:
-                    shutil.copyfile(original, path)
+                own = f"{path}.{self.rank}.own"
+                shutil.copyfile(path if copy else os.devnull, own)
+                os.replace(own, path)
 
     def _save(self, save, obj, f, *args, **options):
         self._note_saved(f)
@@ -513,6 +514,11 @@ class Watch(StepWatch):
 def path_of(file):
     """The absolute path of a file, or None if it is a stream."""
     return os.path.abspath(file) if isinstance(file, (str, os.PathLike)) else None
+
+
+def walk(own, top, topdown=True, onerror=None, followlinks=True):
+    """os.walk, which also follows links: see make_place in launching.py."""
+    return own(top, topdown, onerror, followlinks)
 
 
 def left_by_another_run(path):
@@ -585,6 +591,7 @@ def watch_script(folder, gpus, options, script):
     if gpus:  # It is no fork of a process that has imported them.
         import_libraries(Path(script).read_text("utf-8"))
     leave_room_for(script)
+    sys.dont_write_bytecode = True  # beside links to the script's modules
     watch = Watch(folder, **options)
     os._exit = watch.leave
     try:
@@ -606,9 +613,9 @@ def describe(problem, script):
     """The error of a script, its own frames (those in its folder), and the whole traceback."""
     frames = []
     for at in traceback.extract_tb(problem.__traceback__):
-        folders = Path(at.filename).resolve().parents
+        folders = Path(at.filename).absolute().parents
         libraries = at.filename.startswith("<") or {TOOLS, Path(sys.prefix)} & set(folders)
-        if Path(script).resolve().parent in folders and not libraries:
+        if Path(script).parent in folders and not libraries:
             frames.append(f"{Path(at.filename).name}:{at.lineno}: {at.line}")
     where = f" ({':'.join(frames[-1].split(':')[:2])})" if frames else ""
     text = (str(problem).strip().splitlines() or [""])[0]

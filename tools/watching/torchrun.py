@@ -32,12 +32,19 @@ def on_cpu(value):
     return CPU if named and "," not in str(value) else value
 
 
+def library_asks():
+    """Whether a library, not the script, has called the function that calls this one."""
+    return sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
+
+
 class OnCPU(TorchFunctionMode):
     """Puts on the CPU what a script would put on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if function == torch.Tensor.is_cuda.__get__ and not library_asks():
+            return True
         if function is torch.device:
             first = kwargs.get("type", kwargs.get("device", (*args, None)[0]))
             if isinstance(first, int) or on_cpu(first) is CPU:
@@ -65,6 +72,10 @@ class Idle:
     def elapsed_time(self, end):
         """The milliseconds until another event."""
         return 1000 * (end.seconds - self.seconds)
+
+    def query(self):
+        """Whether all is done."""
+        return True
 
     def __enter__(self):
         return self
@@ -116,10 +127,10 @@ def answers_of(module):
     known |= dict.fromkeys(("mem_get_info", "get_memory_info"), (BYTES, BYTES))
     known |= {"current_accelerator": CPU, "get_device_name": "CPU"}
     known |= {"get_device_capability": (8, 0), "get_device_properties": properties}
-    known |= {"memory_stats": collections.defaultdict(int), "memory_summary": ""}
+    known |= {"memory_stats": collections.defaultdict(lambda: 1), "memory_summary": ""}
     answers = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
-        value = known.get(name, 0 if "memory_" in name else None)
+        value = known.get(name, 1 if "memory_" in name else None)
         if name[0] != "_" and function.__module__.startswith("torch"):
             answers[name] = lambda *_, answer=value, **__: answer
     answers |= dict.fromkeys(("stream", "current_stream", "default_stream", "device"), Idle)
@@ -135,8 +146,7 @@ def tell_script(module, name, answer):
     true = getattr(module, name)
 
     def asked(*args, **options):
-        library = sys._getframe(1).f_code.co_filename.startswith(LIBRARIES)
-        return (true if library else answer)(*args, **options)
+        return (true if library_asks() else answer)(*args, **options)
 
     setattr(module, name, asked)
 

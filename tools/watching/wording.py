@@ -51,13 +51,14 @@ def tell_samples(d):
     sizes, of_one = [len(samples) for samples in d.many["each"]], d.one["samples"].total()
     shared = set.intersection(*(set(samples) for samples in d.many["each"]))
     if len(sizes) > 1 and shared and len(shared) == len(set(d.many["each"][0])):
-        cause = either(
-            d, "was the loader given to accelerator.prepare", "has the loader a DistributedSampler"
-        )
-        return (
-            f"all ranks read the same {sizes[0]} samples: {cause}, and does each rank take its own "
-            "part?"
-        )
+        cause = "is the position or the seed of batches the same on all ranks?"
+        if d.one["epoch"]:  # There is a loader.
+            cause = either(
+                d,
+                "was the loader given to accelerator.prepare, and does each rank take its own part?",
+                "has the loader a DistributedSampler, and does each rank take its own part?",
+            )
+        return f"all ranks read the same {sizes[0]} samples: {cause}"
     if sum(sizes) > of_one:
         cause = either(
             d,
