@@ -351,6 +351,9 @@ REFUSED = {
     "torch.multiprocessing.spawn starts the ranks itself": [
         "    torch.multiprocessing.spawn(main)\n", "    main()\n"
     ],
+    "it uses Accelerate, perhaps in another module: add --yaml ddp": [
+        '__import__("accelerate").Accelerator', "dist.init_process_group"
+    ],
     "it compares FSDP2 only": [
         "torch.distributed.fsdp.FullyShardedDataParallel(model)",
         "DistributedDataParallel(model.cuda(), device_ids=[gpu])",
@@ -410,6 +413,9 @@ def test_a_run_keeps_its_files_apart(tmp_path):
     [checkpoint] = own.rglob("checkpoint.pt")
     assert written.read_text() == "before\n" + 2 * "sibling\n"
     assert not [path for path in own.rglob("*") if path.is_symlink()]
+    script.write_text(text.replace("done = 0", f"done = 0\n    open({str(log)!r}, 'w')"))
+    assert f"it would overwrite {log}" in verify(home, *BATCH, script, code=2).error_line()
+    script.write_text(text.replace("done = 0", "\n    ".join(habits)))
     over = torch.load(checkpoint)
     for done, said in (
         (2, "does it continue a run that was over?"),

@@ -21,9 +21,9 @@ With --resume, a strategy is compared with itself instead: an undisturbed run wi
 killed and resumed. Both run as they are, and a difference above 2e-5 counts.
 
 Results and verify.json go to OUTPUT_DIR/verify/ if you pass --output_dir to the script, otherwise
-to runs/verify/. The runs use GPUs if there is one for each rank, otherwise CPU processes: then
-torchrun's scripts are told that "cuda" is there, and nothing but the CPU is used. Each run has a
-working directory of its own, with links to the files in yours.
+to runs/verify/. The runs use GPUs if there is one for each rank, otherwise CPU processes: then a
+script for torchrun is told that it has GPUs, and "cuda" is the CPU. Each run has a working
+directory of its own, with links to the files in yours.
 Exit code: 0 if all train the same; 1 if a run differs, fails or prints other numbers; 2 if the tool
 cannot tell.
 """
@@ -59,13 +59,15 @@ from watching.launching import (  # noqa: E402
 )
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
-BRACES = re.compile(r"\{(\d+)\}")  # around a number that the ranks divide
+# Around a number that the ranks divide: the whole flag, or after a sign.
+BRACES = re.compile(r"(?<![^=_:,./ -])\{([1-9]\d*)\}")
 ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
 TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch\.distributed|torch\.nn\.parallel|deepspeed)\b", re.M
 )
 # In the errors of a script that a machine without a GPU cannot run.
-NEEDS_GPU = r"cuda|\bgpus?\b|nvidia|nccl|triton|flash.?att|fp8|float8|transformer.?engine"
+NEEDS_GPU = r"^(?!FileNotFound).*(cuda|nvidia|nccl|triton|flash.?att|fp8|float8|transformer.?engine"
+NEEDS_GPU += r"|with GPU modules|to be on GPU)"
 ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}
 
 
@@ -158,7 +160,9 @@ def parse_args():
 
 def uses_accelerate(text):
     """Whether a script uses Accelerate, itself or by a Trainer that is not its own."""
-    return ACCELERATE.search(text) or (re.search(r"Trainer\b", text) and not TORCH.search(text))
+    if ACCELERATE.search(text):
+        return True
+    return re.search(r"Trainer\b", text) and ("transformers" in text or not TORCH.search(text))
 
 
 # -------- running
@@ -215,6 +219,7 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     argv = [str(script), *flags_of(args, ranks, more, str(own / "out"))]
     usual = {"steps": args.steps, "split": args.split, "seed": args.seed, "exact": exact}
     usual |= {"launched": args.torchrun, "began": args.began, "place": str(own / "files")}
+    usual |= {"home": str(Path.cwd())}
     if args.same_start:
         usual["start"] = str(args.folder.absolute() / "baseline")
     options = usual | options
@@ -223,7 +228,8 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
         words = words_of(args, file, ranks)
         number, hung = run_ranks(words, argv, place, folder, target, args.patience, gpus)
     except Exception as problem:  # A YAML can be wrong in many ways, each with its own exception.
-        raise CannotTellError(f"accelerate launch cannot start it: {problem!r}") from None
+        how = "torchrun" if args.torchrun else "accelerate launch"
+        raise CannotTellError(f"{how} cannot start it: {problem!r}") from None
     finally:
         script.unlink(missing_ok=True)
         remove_links(own / "files")
@@ -241,7 +247,7 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
         text, first = failed[0]
         if "CannotTellError: " in text:
             raise CannotTellError(text.partition("CannotTellError: ")[2])
-        if not gpus and re.search(NEEDS_GPU, text.partition(" (")[0], re.IGNORECASE):
+        if not gpus and re.search(NEEDS_GPU, first["error"].partition(" (")[0], re.IGNORECASE):
             raise CannotTellError(f"it needs a GPU: {text}")
         if "Invariant encountered" in text:
             text += ": name the model's layers in the YAML (fsdp_transformer_layer_cls_to_wrap)"
@@ -384,7 +390,9 @@ def verify(args, launch):
         except RunFailedError as problem:
             if problem.found["exited"]:  # It does not know its flags, or misses a file.
                 raise NotComparableError(f"one process ends with {problem}") from None
-            return {"one process": column_of(problem)}
+            column = column_of(problem)
+            # A script for GPUs may notice that there is none.
+            return {"one process": column | ({"verdict": "cannot tell"} if args.pretends else {})}
     yamls = args.yamls if args.resume is None else {"baseline": BASELINE} | args.yamls
     for label, file in yamls.items():
         run_both = functools.partial(compare, label, file)
@@ -424,6 +432,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGINT):  # The ranks end, too.
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     gpus = torch.cuda.device_count() >= args.ranks
+    args.pretends = args.torchrun and not gpus
     if not gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         files = args.script, *(file for file in args.yamls.values() if file)

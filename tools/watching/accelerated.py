@@ -12,6 +12,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.state import AcceleratorState
 from torch.utils._pytree import tree_leaves
 
+from watching.differences import CannotTellError
 from watching.steps import patch
 
 
@@ -49,7 +50,7 @@ def adapt(watch):
 
     def save_state(save, *args, **options):
         result = save(*args, **options)
-        watch.found["saved_at"] = watch.done
+        watch.note_checkpoint()
         return result
 
     def load_state(load, *args, **options):
@@ -66,8 +67,15 @@ def adapt(watch):
     patch(Accelerator, "clip_grad_norm_", watch.clip)
     patch(DataLoaderShard, "__iter__", watch.iterate)
     patch(DataLoaderDispatcher, "__iter__", functools.partial(watch.iterate, here=False))
-    if not watch.as_is:
+    if watch.launched:
+        patch(Accelerator, "__init__", refuse)
+    elif not watch.as_is:
         patch(Accelerator, "__init__", functools.partial(make_accelerator, watch.exact))
+
+
+def refuse(*_, **__):
+    """In place of making an Accelerator, if torchrun should start the script."""
+    raise CannotTellError("it uses Accelerate, perhaps in another module: add --yaml ddp here")
 
 
 def collect(watch, own, accelerator, data, *args, **options):

@@ -126,6 +126,8 @@ def compile_nothing():
     """From now on torch.compile returns what it is given."""
 
     def compile_it(model=None, **_):
+        if isinstance(model, torch.nn.Module):
+            object.__setattr__(model, "_orig_mod", model)  # not as a layer
         return model if model is not None else lambda function: function
 
     torch.compile = compile_it
@@ -164,15 +166,14 @@ def widen_models():
     def move(to, model, *args, **options):
         return to(model, *args, **options).double()
 
-    def make_ddp(make, wrapper, model, *args, **options):
-        make(wrapper, model.double(), *args, **options)
+    def make_ddp(make, wrapper, module, *args, **options):
+        make(wrapper, module.double(), *args, **options)
 
-    def shard(fully_shard, model, *args, mp_policy=None, **options):
-        parts = model if isinstance(model, (list, tuple)) else [model]
-        for part in parts:
+    def shard(fully_shard, module, *args, mp_policy=None, **options):
+        for part in module if isinstance(module, (list, tuple)) else [module]:
             if not isinstance(part, fsdp.FSDPModule):
                 part.double()
-        return fully_shard(model, *args, **options)
+        return fully_shard(module, *args, **options)
 
     def make_scaler(make, scaler, *args, **options):
         make(scaler, *args, **options)
@@ -201,5 +202,6 @@ def exact_config(words):
     config = json.loads(Path(config).read_text()) if isinstance(config, str) else dict(config)
     optimizer = config.get("optimizer", {})
     if "Adam" in optimizer.get("type", ""):  # DeepSpeed's own has only narrow types.
-        config["optimizer"] = optimizer | {"params": optimizer["params"] | {"torch_adam": True}}
+        settings = optimizer.get("params", {}) | {"torch_adam": True}
+        config["optimizer"] = optimizer | {"params": settings}
     return config | {"fp16": {"enabled": False}, "bf16": {"enabled": False}}

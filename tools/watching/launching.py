@@ -48,7 +48,7 @@ def import_libraries(text):
     """
     for name in LIBRARIES:
         package = name.partition(".")[0]
-        used = rf"^(?:import {package}|from {package}|{package}_config)"
+        used = rf"^\s*(?:import {package}|from {package}|{package}_config)"
         if package == "torch" or re.search(used, text, re.MULTILINE):
             with contextlib.suppress(Exception):  # A script that needs it tells what is wrong.
                 importlib.import_module(name)
@@ -117,9 +117,10 @@ def make_place(folder, script):
         while folders:  # the upper ones first, as most scripts write there
             path = folders.popleft()
             entries = list_folder(path)
-            # Hidden folders are environments and histories. Large ones have data.
-            small = path.name[:1] != "." and len(entries) < min(1000, left)
-            if path == top or (small and path not in root.parents):
+            # Large folders have data.
+            foreign = path.name == ".git" or any(one.name == "pyvenv.cfg" for one in entries)
+            apart = len(entries) < min(1000, left) and not foreign and path not in root.parents
+            if path == top or apart:
                 link(path, Path(root, *path.parts[1:]))
                 left -= len(entries)
                 folders += [Path(one) for one in entries if one.is_dir(follow_symlinks=False)]
@@ -150,9 +151,10 @@ def link(source, target):
 def remove_links(folder):
     """Leave only what the script wrote: other programs, such as pytest, would follow the links."""
     for where, folders, files in os.walk(folder, topdown=False):
-        for name in (*folders, *files):
-            if os.path.islink(os.path.join(where, name)):
-                os.unlink(os.path.join(where, name))
+        for path in (os.path.join(where, name) for name in (*folders, *files)):
+            target = os.readlink(path) if os.path.islink(path) else ""
+            if os.path.isabs(target) and not Path(target).is_relative_to(folder):
+                os.unlink(path)  # The script has made the others.
         with contextlib.suppress(OSError):  # It is not empty.
             os.rmdir(where)
 

@@ -17,16 +17,15 @@ grad_norm  what clip_grad_norm_ returned
 drawn      see new_record in draws.py
 cut        True if Accelerator.gather got a tensor with gradients, which it cuts
 own        True if the script has no loader, and draws random numbers for its batches
+start      as weights: those that all ranks should share, before --same_start replaces them
 """
 
 import argparse
-import builtins
 import collections
 import ctypes
 import faulthandler
 import fcntl
 import inspect
-import io
 import itertools
 import json
 import os
@@ -54,7 +53,7 @@ from torch.utils.data._utils import fetch
 from watching import accelerated, exact, torchrun
 from watching.differences import CannotTellError
 from watching.draws import Draws, add_record, new_record, set_seed, watch_generators
-from watching.launching import TOOLS, import_libraries, leave_room_for
+from watching.launching import TOOLS, import_libraries, leave_room_for, link
 from watching.steps import StepWatch, in_training, name_of, patch, patch_fetch
 
 EXIT = os._exit
@@ -68,7 +67,8 @@ class Watch(StepWatch):
     the first one). `exact` computes in float64, `split` divides the batches of loaders by the
     ranks, and `as_is` keeps dropout, mixed precision, random numbers and the order of samples. With
     `start`, a folder, models start with the weights of the first run that was given it. `launched`
-    tells that torchrun starts the script, so torch.save makes its checkpoints.
+    tells that torchrun starts the script, so torch.save makes its checkpoints. The tool `began` at
+    this time, in the working directory `home`. `place` has links to its files.
 
     A batch is what a loader handed out last. It belongs to a step if a gradient is computed before
     the next one comes; otherwise to an evaluation, if a model saw it; otherwise to nothing: the
@@ -84,6 +84,7 @@ class Watch(StepWatch):
         seed,
         launched,
         began,
+        home,
         place,
         start=None,
         as_is=False,
@@ -94,7 +95,8 @@ class Watch(StepWatch):
         self.seeded = seed is not None  # by the tool, on all ranks alike
         self.launched, self.start = launched, start
         self.began = began, time.time()  # the tool and this rank
-        self.place = place + os.sep  # see make_place in launching.py
+        self.home, self.place = home + os.sep, place + os.sep  # see make_place in launching.py
+        self.results = str(Path(folder).parent) + os.sep  # of all runs
         self.as_is, self.kill_after = as_is, kill_after
         self.rank, self.process = int(os.environ.get("RANK", 0)), os.getpid()
         self.found = {"steps": [], "evaluations": {}, "batchnorms": [], "unprepared": []}
@@ -106,6 +108,7 @@ class Watch(StepWatch):
         self.alive = Path(folder, f"{self.rank}.alive")  # touched when there is progress
         self.prepared = []  # models that Accelerator.prepare returned
         self.loaded, self.saved = set(), set()  # files, by torch.load and torch.save
+        self.first_saved = None  # the step of the first checkpoint
         self.optimizers = []  # in the order of their first steps
         self.shares = False  # whether an optimizer updates the models' own weights
         self.worker_seeds = []  # functions that seed workers, which here are none
@@ -121,7 +124,7 @@ class Watch(StepWatch):
     def begin_notes(self):
         """Begin to note another step."""
         self.now = {"samples": [], "indices": [], "epoch": 0, "loss": None, "grad_norm": None}
-        self.now |= {"cut": False, "own": False}
+        self.now |= {"cut": False, "own": False, "start": {}}
         self.now |= {"drawn": new_record(), "inputs": [0.0, 0], "outputs": [0.0, 0]}
         self.alive.touch()
 
@@ -160,6 +163,8 @@ class Watch(StepWatch):
             value = value.to(weight.device, weight.dtype)
             if isinstance(weight, DTensor):
                 value = distribute_tensor(value, weight.device_mesh, weight.placements)
+            else:
+                self.now["start"][name] = two_numbers(weight)
             weight.copy_(value)
 
     def called(self, module, args, output):
@@ -238,9 +243,8 @@ class Watch(StepWatch):
         self.now["own"] |= not self.epochs and bool(self.now["drawn"]["others"])
         self.found["steps"].append(self.now)
         self.begin_notes()
-        saved = self.found["saved_at"]
-        kill = self.kill_after is not None and saved is not None
-        if kill and self.done >= (self.kill_after or saved + 2):
+        kill = self.kill_after is not None and self.first_saved is not None
+        if kill and self.done >= (self.kill_after or self.first_saved + 2):
             self.found["killed"] = True
             self.save()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -306,8 +310,7 @@ class Watch(StepWatch):
         accelerated.adapt(self)
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
         patch(FullyShardedDataParallel, "__init__", refuse_fsdp1)
-        for owner in (builtins, io):
-            patch(owner, "open", self._open)
+        sys.addaudithook(self._audit)
         for name in ("replace", "rename"):
             patch(os, name, self._move)
         patch(os, "walk", walk)
@@ -448,31 +451,64 @@ class Watch(StepWatch):
 
     # ---- files
 
-    def _open(self, own, file, mode="r", *args, **options):
-        if isinstance(mode, str) and set(mode) & set("wax+"):
-            self._keep_apart(file, "w" not in mode)
-        return own(file, mode, *args, **options)
+    def _audit(self, event, args):
+        """Before Python opens, removes or moves a file: keep those of the user as they are."""
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if not writes and event not in ("os.remove", "os.rename"):
+            return
+        path = Path(path_of(args[0]) or os.sep)
+        if writes:
+            self._keep_apart(path, not args[2] & os.O_TRUNC)
+        else:
+            self._keep_apart(path.parent)
+            if not path.is_symlink():  # They do not follow a link.
+                self._refuse_outside(path)
 
-    def _keep_apart(self, file, copy=False):
-        """If a file is a link to one that was there before, put a new one, or a `copy`, in place of
-        the link.
+    def _refuse_outside(self, path):
+        """Raises CannotTellError if it is a file of the user, which only an absolute path reaches.
+        Hidden folders have caches.
         """
-        path = path_of(file)
-        if not (path and path.startswith(self.place) and os.path.islink(path)):
+        real = os.path.realpath(path)
+        hidden = os.sep + "." in real.removeprefix(self.home)
+        if not real.startswith(self.home) or hidden or real.startswith(self.results):
+            return
+        if os.path.isfile(real) and os.path.getmtime(real) < self.began[0]:
+            raise CannotTellError(f"it would overwrite {real}: give the script a relative path")
+
+    def _keep_apart(self, path, copy=False):
+        """If a file, or a folder that it is in, is a link to one that was there before, put a new
+        one in place of the link: a folder of links, and a new file, or a `copy`.
+        """
+        parts = [*reversed(path.parents), path]
+        parts = [part for part in parts if str(part).startswith(self.place)]
+        if not any(part.is_symlink() for part in parts):
+            self._refuse_outside(path)
             return
         with Path(self.folder, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.islink(path):  # No other rank was faster.
-                own = f"{path}.{self.rank}.own"
-                shutil.copyfile(path if copy else os.devnull, own)
-                os.replace(own, path)
+            for part in parts:
+                new = Path(f"{part}.own")
+                if not part.is_symlink():
+                    continue  # Another rank may have been faster.
+                if part.is_dir():
+                    link(part.resolve(), new)
+                    part.unlink()
+                else:
+                    shutil.copyfile(part if copy else os.devnull, new)
+                os.replace(new, part)
 
     def _save(self, save, obj, f, *args, **options):
         self._note_saved(f)
-        self._keep_apart(f)
+        if path_of(f):
+            self._keep_apart(Path(path_of(f)))
         save(obj, f, *args, **options)
         if self.launched and self.done:
-            self.found["saved_at"] = self.done
+            self.note_checkpoint()
+
+    def note_checkpoint(self):
+        """The script has saved a checkpoint."""
+        self.found["saved_at"] = self.done
+        self.first_saved = self.done if self.first_saved is None else self.first_saved
 
     def _move(self, move, file, target, **options):
         if path_of(file) in self.saved:

@@ -49,14 +49,22 @@ class OnCPU(TorchFunctionMode):
             first = kwargs.get("type", kwargs.get("device", (*args, None)[0]))
             if isinstance(first, int) or on_cpu(first) is CPU:
                 return CPU
-        elif name in ("cuda", "pin_memory"):  # methods of a tensor
+        elif name == "pin_memory":  # a method of a tensor
             return args[0]
         elif name == "to" and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], CPU, *args[2:])
         if isinstance(kwargs.get("device"), int):
             kwargs = kwargs | {"device": CPU}
-        args = tuple(map(on_cpu, args))
-        return function(*args, **{key: on_cpu(value) for key, value in kwargs.items()})
+        if name == "cuda":
+            found = args[0]
+        else:
+            args = tuple(map(on_cpu, args))
+            kwargs = {key: on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+            found = function(*args, **kwargs)
+        if name in ("cuda", "cpu", "to") and found is args[0] and not library_asks():
+            # On another device, it would be a copy.
+            return found if found.requires_grad else found.clone()
+        return found
 
 
 class Idle:
@@ -189,6 +197,7 @@ def adapt_modules():
     patch(torch.nn.Module, "to_empty", lambda own, module, **more: own(module, device=CPU))
     patch(torch.nn.parallel.DistributedDataParallel, "__init__", make_ddp)
     patch(torch, "load", load)
+    patch(torch.random, "fork_rng", lambda own, devices=(), **more: own([], **more))
     for name in ("spawn", "start_processes"):
         patch(torch.multiprocessing, name, spawn)
 

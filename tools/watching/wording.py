@@ -55,9 +55,10 @@ def tell_samples(d):
         if d.one["epoch"]:  # There is a loader.
             cause = either(
                 d,
-                "was the loader given to accelerator.prepare, and does each rank take its own part?",
-                "has the loader a DistributedSampler, and does each rank take its own part?",
+                "was the loader given to accelerator.prepare",
+                "has the loader a DistributedSampler",
             )
+            cause += ", and does each rank take its own part?"
         return f"all ranks read the same {sizes[0]} samples: {cause}"
     if sum(sizes) > of_one:
         cause = either(
@@ -72,11 +73,13 @@ def tell_samples(d):
         return tell_epoch(d)
     others = of_one - (d.one["samples"] & d.many["samples"]).total()
     seen = f"{others} of {of_one} samples differ from those on one process"
-    if d.uncertain:
+    if d.uncertain and d.one["own"]:
         return (
             f"{seen}, by design: the script has no loader, and each rank draws its own batches. "
             "The runs cannot be compared"
         )
+    if d.uncertain:
+        return f"{seen}, perhaps only by padding: the script has no loader, and pads its batches"
     cause = either(
         d,
         "is the loader prepared, is the data divided twice, or do the ranks shuffle with "
@@ -269,15 +272,16 @@ def tell_same_draws(what, torchrun):
 
 
 def tell_remarks(found, since, drawn, torchrun):
-    """Lines that change no verdict: about weights that differ without an effect (see
+    """Lines that change no verdict: about what differs without an effect (see
     differences.compare), and about what differences.find_remarks has found (`drawn`).
     """
     lines = [f"{where}: {tell_same_draws(what, torchrun)}" for where, what in drawn]
-    if "weights" in since and "weights" not in {difference.kind for difference in found}:
-        lines.append(
-            f"step {since['weights']}: weights differ, but neither outputs nor gradients do, "
-            "so this has no effect"
-        )
+    for kind in ("samples", "weights"):
+        if kind in since and kind not in {difference.kind for difference in found}:
+            lines.append(
+                f"step {since[kind]}: {kind} differ, but neither outputs nor gradients do, so this "
+                "has no effect"
+            )
     return lines
 
 
