@@ -168,9 +168,8 @@ def test_what_is_harmless_elsewhere_is_the_same_there(tmp_path):
 @pytest.mark.parametrize("name", slow_but([], RESUMES))
 def test_a_wrong_resume_is_named(name, tmp_path):
     script = write_script(name, tmp_path)
-    words = ["--resume=--resume", *yamls("ddp"), script, "--output_dir", tmp_path / "runs"]
-    if "torchrun" in name:
-        words = ["--resume=", *BATCH, script]
+    ours = ["--resume=--resume", *yamls("ddp"), script, "--output_dir", tmp_path / "runs"]
+    words = ["--resume=", *BATCH, script] if "torchrun" in name else ours
     result = verify(tmp_path, "--kill_after", 10, *words, code=1)
     for column in columns(result.folder).values():  # of one process, and of two
         assert MISTAKES[name][0] in column["lines"][0], column["lines"]
@@ -382,10 +381,9 @@ def test_what_cannot_be_pretended_is_one_line(tmp_path):
     verify(tmp_path, "--split", script)
     assert "takes no --yaml" in verify(tmp_path, "--torchrun", *yamls("ddp"), script, code=2).err
     assert "a multiple of 2" in verify(tmp_path, script, "--batch_size={15}", code=2).error_line()
-    own = write_script("torchrun_own_batches", tmp_path)
-    result = verify(tmp_path, *BATCH, own, code=2)
-    assert MISTAKES["torchrun_own_batches"][0] in result.out
-    assert "torchrun: cannot tell" in result.out
+    result = verify(tmp_path, *BATCH, write_script("torchrun_own_batches", tmp_path), code=2)
+    said = "torchrun: cannot tell", MISTAKES["torchrun_own_batches"][0]
+    assert all(text in result.out for text in said)
 
 
 @pytest.mark.slow
@@ -401,21 +399,20 @@ def test_a_run_keeps_its_files_apart(tmp_path):
     log.write_text("before\n")
     sibling.write_text("sibling\n")
     habits = ["done = 0", 'open("logs/of/log.txt", "a").write(open("../sibling.txt").read())']
-    habits.append('print("micro-batches:", 16 // args.batch_size)  # before the first step')
+    habits.append('print("rows:", 640 // args.batch_size)  # before the first step')
     text = write_script("right_torchrun_resume", tmp_path).read_text()
     script.write_text(text.replace("done = 0", "\n    ".join(habits)))
     files = {*home.rglob("*")}
     result = verify(home, *BATCH, script)
-    assert log.read_text() == "before\n"
     assert {path for path in home.rglob("*") if "runs" not in path.relative_to(home).parts} == files
     own = result.folder / "torchrun" / "files"
-    [written] = own.rglob("log.txt")
-    [checkpoint] = own.rglob("checkpoint.pt")
+    [written], [checkpoint] = own.rglob("log.txt"), own.rglob("checkpoint.pt")
     assert written.read_text() == "before\n" + 2 * "sibling\n"
     assert not [path for path in own.rglob("*") if path.is_symlink()]
     script.write_text(text.replace("done = 0", f"done = 0\n    open({str(log)!r}, 'w')"))
     assert f"it would overwrite {log}" in verify(home, *BATCH, script, code=2).error_line()
-    script.write_text(text.replace("done = 0", "\n    ".join(habits)))
+    assert log.read_text() == "before\n"
+    script.write_text(text)
     over = torch.load(checkpoint)
     for done, said in (
         (2, "does it continue a run that was over?"),

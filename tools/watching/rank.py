@@ -107,7 +107,7 @@ class Watch(StepWatch):
         self.found |= {"frames": []} | dict.fromkeys(names)
         self.alive = Path(folder, f"{self.rank}.alive")  # touched when there is progress
         self.prepared = []  # models that Accelerator.prepare returned
-        self.loaded, self.saved = set(), set()  # files, by torch.load and torch.save
+        self.left = set()  # files of other runs that the script has loaded by torch.load
         self.first_saved = None  # the step of the first checkpoint
         self.optimizers = []  # in the order of their first steps
         self.shares = False  # whether an optimizer updates the models' own weights
@@ -311,8 +311,6 @@ class Watch(StepWatch):
         patch(torch.nn.utils, "clip_grad_norm_", self.clip)
         patch(FullyShardedDataParallel, "__init__", refuse_fsdp1)
         sys.addaudithook(self._audit)
-        for name in ("replace", "rename"):
-            patch(os, name, self._move)
         patch(os, "walk", walk)
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
@@ -459,10 +457,12 @@ class Watch(StepWatch):
         path = Path(path_of(args[0]) or os.sep)
         if writes:
             self._keep_apart(path, not args[2] & os.O_TRUNC)
-        else:
-            self._keep_apart(path.parent)
-            if not path.is_symlink():  # They do not follow a link.
-                self._refuse_outside(path)
+            return
+        self._keep_apart(path.parent)
+        if not path.is_symlink():  # They do not follow a link.
+            self._refuse_outside(path)
+        if event == "os.rename":
+            self._refuse_left(path_of(args[1]))
 
     def _refuse_outside(self, path):
         """Raises CannotTellError if it is a file of the user, which only an absolute path reaches.
@@ -484,6 +484,7 @@ class Watch(StepWatch):
         if not any(part.is_symlink() for part in parts):
             self._refuse_outside(path)
             return
+        self._refuse_left(str(path))
         with Path(self.folder, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for part in parts:
@@ -498,7 +499,6 @@ class Watch(StepWatch):
                 os.replace(new, part)
 
     def _save(self, save, obj, f, *args, **options):
-        self._note_saved(f)
         if path_of(f):
             self._keep_apart(Path(path_of(f)))
         save(obj, f, *args, **options)
@@ -510,23 +510,24 @@ class Watch(StepWatch):
         self.found["saved_at"] = self.done
         self.first_saved = self.done if self.first_saved is None else self.first_saved
 
-    def _move(self, move, file, target, **options):
-        if path_of(file) in self.saved:
-            self._note_saved(target)
-        return move(file, target, **options)
-
-    def _note_saved(self, file):
-        path = path_of(file)
-        if path in self.loaded and not self.as_is:
-            raise left_by_another_run(path)
-        self.saved.add(path)
+    def _refuse_left(self, path):
+        """Raises CannotTellError if the script has loaded this file, and replaces it now: another
+        run has left it.
+        """
+        if path in self.left and not self.as_is:
+            raise CannotTellError(
+                f"it loads {os.path.basename(path)}, which another run of it has saved: move this "
+                "file away, or compare a resumed run by --resume"
+            )
 
     def _load(self, load, f, *args, **options):
         path = path_of(f)
-        if path and not self.as_is and path not in self.saved:
-            self.loaded.add(path)
-            if os.path.exists(path) and self.began[0] < os.path.getmtime(path) < self.began[1]:
-                raise left_by_another_run(path)
+        if path and os.path.exists(path):
+            if os.path.islink(path):
+                self.left.add(path)
+            if self.began[0] < os.path.getmtime(path) < self.began[1]:  # at an absolute path
+                self.left.add(path)
+                self._refuse_left(path)
         result = load(f, *args, **options)
         if self.launched:
             self.found["loaded"] = self.done == 0  # not the best weights, after training
@@ -555,14 +556,6 @@ def path_of(file):
 def walk(own, top, topdown=True, onerror=None, followlinks=True):
     """os.walk, which also follows links: see make_place in launching.py."""
     return own(top, topdown, onerror, followlinks)
-
-
-def left_by_another_run(path):
-    """The error for a file that the script both loads and saves, without --resume."""
-    return CannotTellError(
-        f"it loads {os.path.basename(path)}, which another run of it has saved: move this file "
-        "away, or compare a resumed run by --resume"
-    )
 
 
 def refuse_fsdp1(*_, **__):
