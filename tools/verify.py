@@ -67,7 +67,7 @@ TORCH = re.compile(
 )
 # In the errors of a script that a machine without a GPU cannot run.
 NEEDS_GPU = r"^(?!FileNotFound).*(cuda|nvidia|nccl|triton|flash.?att|fp8|float8|transformer.?engine"
-NEEDS_GPU += r"|with GPU modules|to be on GPU)"
+NEEDS_GPU += r"|active drivers|with GPU modules|to be on GPU)"
 ROWS = {kind: differences.NAMES[kind] for kind in ("samples", "rate", "loss", "grads", "weights")}
 
 
