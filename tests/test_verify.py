@@ -32,11 +32,8 @@ HIDDEN = {"seed_by_rank": "fsdp", "clipped_by_torch": "zero2", "norm_is_none": "
 QUICK = ["loader_not_prepared", "loss_sum", "batchnorm", "average_on_main", "torchrun_no_sampler"]
 RIGHT = dict.fromkeys(["right", "right_accumulation", "right_iterable"], STRATEGIES)
 RIGHT |= {"right_trainer": STRATEGIES, "right_habits": ["ddp", "fsdp", "zero2"]}
-RIGHT |= {"right_two_optimizers": ["ddp", "fsdp"]}  # DeepSpeed trains one model.
-RIGHT |= {"right_draws": ["ddp", "zero2"], "right_casts": ["ddp", "zero2"]}
-RIGHT["right_step_is_a_module"] = ["ddp", "fsdp"]
-TORCH = ["ddp", "right_torchrun_fsdp2", "right_torchrun_zero1", "right_torchrun_deepspeed"]
-TORCH += ["right_torchrun_draws", "right_torchrun_meta"]
+RIGHT |= dict.fromkeys(["right_draws", "right_casts"], ["ddp", "zero2"])
+RIGHT |= dict.fromkeys(["right_two_optimizers", "right_step_is_a_module"], ["ddp", "fsdp"])
 # Those of exercise 9, and one more.
 SOLUTIONS = ["by_hand", "flat", "overlap", "sharded", "accelerated", "right_by_hand_in_step"]
 
@@ -52,6 +49,7 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
+TORCH = ["ddp", *(name for name in MISTAKES if name.startswith("right_torchrun"))]
 RESUMES = [name for name in MISTAKES if name.startswith(("resume", "torchrun_resume"))]
 # These have their own tests.
 OTHERS = [*RESUMES, "mixed_up", "not_seeded", "model_not_seeded", "torchrun_own_batches"]
