@@ -38,6 +38,7 @@ LIBRARIES += ["torch.distributed.optim", "torch.utils.tensorboard"]
 LIBRARIES += ["transformers.models.auto.tokenization_auto"]
 LIBRARIES += ["transformers.models.bert.modeling_bert"]
 GRACE = 5  # seconds that the other ranks get when one has failed
+LARGE = 1000  # Folders with as many entries have data, and a link to them has to do.
 
 tqdm.tqdm.get_lock()  # one for all ranks, or each would leave one behind
 
@@ -112,16 +113,16 @@ def make_place(folder, script):
     for top in dict.fromkeys((Path.cwd(), script.parent)):
         parts = top.parts[1:]
         for depth in range(len(parts)):
-            link(Path(top.anchor, *parts[:depth]), Path(root, *parts[:depth]))
-        folders, left = collections.deque([top]), 20_000
+            above = list_folder(Path(top.anchor, *parts[:depth]))
+            link(above if len(above) < LARGE else [], Path(root, *parts[:depth]))
+        folders, left = collections.deque([top]), 5 * LARGE
         while folders:  # the upper ones first, as most scripts write there
             path = folders.popleft()
             entries = list_folder(path)
-            # Large folders have data.
             foreign = path.name == ".git" or any(one.name == "pyvenv.cfg" for one in entries)
-            apart = len(entries) < min(1000, left) and not foreign and path not in root.parents
+            apart = len(entries) < min(LARGE, left) and not foreign and path not in root.parents
             if path == top or apart:
-                link(path, Path(root, *path.parts[1:]))
+                link(entries, Path(root, *path.parts[1:]))
                 left -= len(entries)
                 folders += [Path(one) for one in entries if one.is_dir(follow_symlinks=False)]
     own = Path(root, *script.parts[1:])
@@ -137,13 +138,13 @@ def list_folder(path):
     return []
 
 
-def link(source, target):
-    """Make a folder with links to all that is in another one and not in it."""
+def link(entries, target):
+    """Make a folder with links to these entries of other folders, but those that it has."""
     if target.is_symlink():
         target.unlink()
     target.mkdir(parents=True, exist_ok=True)
     here = {*os.listdir(target)}
-    for one in list_folder(source):
+    for one in entries:
         if one.name not in here:
             os.symlink(one.path, target / one.name)
 

@@ -53,7 +53,7 @@ from torch.utils.data._utils import fetch
 from watching import accelerated, exact, torchrun
 from watching.differences import CannotTellError
 from watching.draws import Draws, add_record, new_record, set_seed, watch_generators
-from watching.launching import TOOLS, import_libraries, leave_room_for, link
+from watching.launching import TOOLS, import_libraries, leave_room_for, link, list_folder
 from watching.steps import StepWatch, in_training, name_of, patch, patch_fetch
 
 EXIT = os._exit
@@ -492,7 +492,7 @@ class Watch(StepWatch):
                 if not part.is_symlink():
                     continue  # Another rank may have been faster.
                 if part.is_dir():
-                    link(part.resolve(), new)
+                    link(list_folder(part.resolve()), new)
                     part.unlink()
                 else:
                     shutil.copyfile(part if copy else os.devnull, new)
