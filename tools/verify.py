@@ -436,7 +436,10 @@ def main():
     if not gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         files = args.script, *(file for file in args.yamls.values() if file)
-        import_libraries("\n".join(map(text_of, files)))  # for the forks
+        text = "\n".join(map(text_of, files))
+        if args.torchrun:  # It may import DeepSpeed within a function.
+            text = re.sub(r"^\s+", "", text, flags=re.MULTILINE)
+        import_libraries(text)  # for the forks
     launch = functools.partial(run, args, gpus)
     try:
         columns = verify(args, launch)

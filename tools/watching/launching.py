@@ -49,7 +49,7 @@ def import_libraries(text):
     """
     for name in LIBRARIES:
         package = name.partition(".")[0]
-        used = rf"^\s*(?:import {package}|from {package}|{package}_config)"
+        used = rf"^(?:import {package}|from {package}|{package}_config)"
         if package == "torch" or re.search(used, text, re.MULTILINE):
             with contextlib.suppress(Exception):  # A script that needs it tells what is wrong.
                 importlib.import_module(name)
@@ -119,7 +119,8 @@ def make_place(folder, script):
         while folders:  # the upper ones first, as most scripts write there
             path = folders.popleft()
             entries = list_folder(path)
-            foreign = path.name == ".git" or any(one.name == "pyvenv.cfg" for one in entries)
+            foreign = any(one.name == "pyvenv.cfg" for one in entries)
+            foreign |= path.name == ".git" or path.name.endswith(("_cache", "__pycache__"))
             apart = len(entries) < min(LARGE, left) and not foreign and path not in root.parents
             if path == top or apart:
                 link(entries, Path(root, *path.parts[1:]))
