@@ -188,7 +188,7 @@ def words_of(args, file, ranks):
 
 
 def flags_of(args, ranks, more, own):
-    """The flags of the script on so many ranks; `own` is its output folder."""
+    """The script's flags for this number of ranks. `own` becomes its --output_dir."""
     flags = [BRACES.sub(lambda found: str(int(found[1]) // ranks), word) for word in args.flags]
     flags += more
     if args.batch_name:
@@ -220,7 +220,7 @@ def run(args, gpus, label, file, more=(), own=None, exact=False, **options):
     usual = {"steps": args.steps, "split": args.split, "seed": args.seed, "exact": exact}
     usual |= {"launched": args.torchrun, "began": args.began, "place": str(own / "files")}
     usual |= {"home": str(Path.cwd())}
-    if args.same_start:
+    if args.same_start and args.resume is None:  # A resumed run starts from its checkpoint.
         usual["start"] = str(args.folder.absolute() / "baseline")
     options = usual | options
     target = functools.partial(watch_script, str(folder), gpus, options)

@@ -20,11 +20,6 @@ def connect_over_gloo():
     """Connect ranks without a GPU. Scripts that were written for GPUs do not do it."""
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    if zero:
-        import deepspeed.ops
-
-        # DeepSpeed 0.19.8 would spend 20 seconds compiling it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not (fsdp or zero):
         os.environ["ACCELERATE_USE_CPU"] = "true"
     state = PartialState(cpu=not (fsdp or zero), backend="gloo" if fsdp or zero else None)

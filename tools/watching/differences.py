@@ -223,10 +223,10 @@ def compare(one, many, limit, skipped=0):
     steps, reducing = list(zip(one[skipped:], many, strict=False)), {}
     for k, (a, b) in enumerate(steps, skipped):
         distance = distances(a, b, scale)
-        if [*b["apart"]] == ["grads"]:
-            if reduced_in_step(steps[k - skipped :], limit, reducing):
-                distance = {key: value for key, value in distance.items() if key[0] != "grads"}
-                b["apart"].clear()
+        only_grads = [*b["apart"]] == ["grads"]
+        if only_grads and reduced_in_step(steps[k - skipped :], limit, reducing):
+            distance = {key: value for key, value in distance.items() if key[0] != "grads"}
+            b["apart"].clear()
         scale = max(scale, norm_of_all(a["grads"]))
         for (kind, _), value in distance.items():
             largest[kind] = max(largest[kind], value)

@@ -23,6 +23,7 @@ from watching.steps import patch
 CPU = torch.device("cpu")
 LIBRARIES = str(Path(torch.__file__).parents[1])
 BYTES = 16 << 30  # of each pretended GPU
+IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 def on_cpu(value):
@@ -43,7 +44,7 @@ class OnCPU(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if function == torch.Tensor.is_cuda.__get__ and not library_asks():
+        if function == IS_CUDA and not library_asks():
             return True
         if function is torch.device:
             first = kwargs.get("type", kwargs.get("device", (*args, None)[0]))
@@ -204,11 +205,6 @@ def adapt_modules():
 
 def connect_over_gloo():
     """Connect the ranks by gloo, as torchrun's environment says, whatever the script asks for."""
-    if "deepspeed" in sys.modules:
-        import deepspeed.ops
-
-        # DeepSpeed 0.19.8 would spend 20 seconds compiling it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     def connect(own, *args, **options):
         words = inspect.signature(own).bind(*args, **options).arguments
