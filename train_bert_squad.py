@@ -67,7 +67,8 @@ def main(args):
         utils.set_seed(args.seed)  # all ranks start with the same weights
         model = load_model(args, config)
     if args.prepare_data_only:
-        return say(f"ready: {len(train_set)} training and {len(eval_set)} validation features")
+        features = 0 if train_set is eval_set else len(train_set)
+        return say(f"ready: {features} training and {len(eval_set)} validation features")
     run["workload"] |= describe_workload(args, config, train_set, eval_set)
     run["parameters"] = sum(weight.numel() for weight in model.parameters())
     train_loader, eval_loader = make_loaders(args, train_set, eval_set, run["devices"])
@@ -151,9 +152,7 @@ def main(args):
                 losses, sizes = [], []
                 began = time.perf_counter()
         metrics = validate(accelerator, args, model, eval_loader, metric, run, progress, signals)
-        line = "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}".format(
-            **metrics
-        )
+        line = describe_scores(metrics)
         if steps:
             line = f"epoch {epoch + 1}/{epochs}: {line}, training loss {progress.losses[-1]:.4f}, "
             line += f"{progress.train_seconds:.1f} s of training"
@@ -183,7 +182,9 @@ def count_tokens(accelerator, sizes, progress):
 
 @torch.no_grad()
 def validate(accelerator, args, model, loader, metric, run, progress, signals):
-    """Return exact match, F1 and loss. Rank 0 writes predictions.json. A collective."""
+    """Return exact match, F1 and loss, or None for each if the questions have no answers. Rank 0
+    writes predictions.json. A collective.
+    """
     began = time.perf_counter()
     model.eval()
     rows = []
@@ -201,21 +202,30 @@ def validate(accelerator, args, model, loader, metric, run, progress, signals):
         rows = rows[rows[:, 0].argsort()]
         answers = choose_answers(rows, loader.dataset, args.version_2_with_negative)
         questions = loader.dataset.questions
-        metrics = metric.compute(
-            predictions=[answers[number] for number in range(len(questions))],
-            references=[question["answers"]["text"] for question in questions],
-        )
-        metrics["eval_loss"] = rows[:, 1].double().mean().item()
+        metrics = dict.fromkeys(("exact_match", "f1", "eval_loss"))
+        if questions[0]["answers"] is not None:
+            metrics = metric.compute(
+                predictions=[answers[number] for number in range(len(questions))],
+                references=[question["answers"]["text"] for question in questions],
+            )
+            metrics["eval_loss"] = rows[:, 1].double().mean().item()
         texts = {question["id"]: answers[number] for number, question in enumerate(questions)}
         content = json.dumps(texts, indent=1, ensure_ascii=False).encode()
         write_file(f"{args.output_dir}/predictions.json", content)
     metrics = utils.broadcast_object_list([metrics])[0]
-    if not math.isfinite(metrics["eval_loss"]):
+    if not math.isfinite(metrics["eval_loss"] or 0):
         write_record(accelerator, run, progress, "failed")
         abort("the validation loss is not finite: lower --learning_rate")
     progress.eval_seconds += time.perf_counter() - began
     accelerator.log(metrics, progress.step)
     return metrics
+
+
+def describe_scores(metrics):
+    """What `validate` returned, in words."""
+    if metrics["eval_loss"] is None:
+        return "no scores, as the questions have no answers: predictions.json has the model's"
+    return "EM {exact_match:.2f}, F1 {f1:.2f}, validation loss {eval_loss:.4f}".format(**metrics)
 
 
 def span_logits(model, inputs):
@@ -355,28 +365,47 @@ def save_bert(accelerator, model, config, tokenizer, folder):
 
 def read_questions(args, split):
     """Return the first questions of "train" or "validation", as on the Hub: dicts of id, question,
-    context and answers {text: [...], answer_start: [...]}.
+    context and answers {text: [...], answer_start: [...]}. Answers are None if the file has none.
     """
     file = args.train_file if split == "train" else args.validation_file
     limit = args.max_train_samples if split == "train" else args.max_eval_samples
     name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
-    rows = read_squad(file) if file else datasets.load_dataset(name, split=split)
-    return list(itertools.islice(rows, limit or None))
+    if not file:
+        return list(itertools.islice(datasets.load_dataset(name, split=split), limit or None))
+    try:
+        return list(itertools.islice(read_squad(file), limit or None))
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+        rows = "a JSON or JSONL of rows with id, question, context and answers"
+        abort(f"{file} is neither SQuAD's nested JSON nor {rows}: {problem!r}")
 
 
 def read_squad(file):
-    """Yield the questions of a file in SQuAD's nested JSON, v1.1 or v2.0, in the Hub's form."""
-    for article in json.loads(Path(file).read_text(encoding="utf-8-sig"))["data"]:
-        for paragraph in article["paragraphs"]:
-            for qa in paragraph["qas"]:
-                impossible = utils.str_to_bool(str(qa.get("is_impossible") or False))
-                answers = [] if impossible else qa["answers"]
-                texts = [answer["text"] for answer in answers]
-                starts = [answer["answer_start"] for answer in answers[:1]]
+    """Yield the questions of a file: SQuAD's nested JSON, v1.1 or v2.0, or rows as on the Hub, in a
+    list, below "data", or one on each line.
+    """
+    text = Path(file).read_text(encoding="utf-8-sig")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        content = [json.loads(line) for line in text.split("\n") if line.strip()]
+    if isinstance(content, dict):
+        content = content.get("data", [content])
+    for article in content:
+        for paragraph in article.get("paragraphs", [article]):
+            for qa in paragraph.get("qas", [paragraph]):
+                answers = qa.get("answers")
+                if utils.str_to_bool(str(qa.get("is_impossible") or False)):
+                    answers = []
+                if isinstance(answers, list):  # nested
+                    answers = {
+                        name: [answer[name] for answer in answers]
+                        for name in ("text", "answer_start")
+                    }
+                if answers is not None:
+                    starts = answers["answer_start"][:1]
+                    answers = {"text": answers["text"], "answer_start": starts}
                 row = {"id": str(qa["id"]), "question": qa["question"]}
-                row["context"] = paragraph["context"]
-                row["answers"] = {"text": texts, "answer_start": starts}
-                yield row
+                yield row | {"context": paragraph["context"], "answers": answers}
 
 
 def check_inputs(args, config, tokenizer, train_rows, eval_rows):
@@ -394,6 +423,12 @@ def check_inputs(args, config, tokenizer, train_rows, eval_rows):
     splits = {"training": train_rows or [], "validation": eval_rows}
     for split, questions in splits.items():
         missing, wrong = [], []
+        unknown = [question["id"] for question in questions if question["answers"] is None]
+        if unknown and train_rows is None and len(unknown) == len(questions):
+            continue  # an evaluation without scores
+        if unknown:
+            which = f"{len(unknown)} {split} questions, such as {unknown[0]}"
+            abort(f"{which}, lack `answers`: only --num_epochs 0 can do without, for all questions")
         for question in questions:
             texts, starts = question["answers"]["text"], question["answers"]["answer_start"]
             if not texts:
@@ -435,11 +470,12 @@ def tokenize(batch, owners, tokenizer, max_seq_length, doc_stride):
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
     )
-    texts = ["".join(answers["text"][:1]) for answers in batch["answers"]]
+    known = [answers or {"text": [], "answer_start": []} for answers in batch["answers"]]
+    texts = ["".join(answers["text"][:1]) for answers in known]
     answers = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     features = collections.defaultdict(list)
     for encoding, row in zip(found.encodings, found["overflow_to_sample_mapping"], strict=True):
-        starts, pieces = batch["answers"][row]["answer_start"], answers["offset_mapping"][row]
+        starts, pieces = known[row]["answer_start"], answers["offset_mapping"][row]
         start, end = find_span(encoding, starts, pieces)
         offsets = np.array(encoding.offsets)
         features["input_ids"].append(encoding.ids)
@@ -608,7 +644,7 @@ def parse_args():
     bert = "google-bert/bert-base-uncased"
     add("--model_name_or_path", default=bert, help="BERT's name on the Hub, or a folder")
     add("--from_scratch", action="store_true", help="the model's config with random weights")
-    add("--train_file", help="SQuAD's nested JSON to train on; None: SQuAD from the Hub")
+    add("--train_file", help="JSON or JSONL of questions; None: SQuAD from the Hub")
     add("--validation_file", help="questions to evaluate on, in the same form")
     add("--version_2_with_negative", action="store_true", help="some questions have no answer")
     add("--max_train_samples", type=non_negative_int, default=10_000, help="0: all questions")

@@ -3,6 +3,7 @@
 # `accelerate` once on every node, and lets an interrupted run continue. Read it from top to bottom.
 #
 #   launch.sh [YAML [flags of accelerate launch]] [SCRIPT.py] [flags of the script]
+# The YAML can be the name of a strategy, such as fsdp.
 set -uo pipefail
 
 { # bash reads all of it before it starts, so editing this file does not change running jobs
@@ -19,15 +20,19 @@ load_site
 RECORD=${RECORD:-run.json} # in the output directory; says "completed" or "failed"
 
 config=accelerate_configs/ddp.yaml script=train_bert_squad.py launcher_flags=()
-case ${1:-} in *.yaml | *.yml) config=$1 && shift ;; esac
+case ${1:-} in
+    *.yaml | *.yml) config=$1 && shift ;;
+    '' | -* | *.py) ;;
+    *) config=accelerate_configs/$1.yaml && shift ;; # the name of a strategy
+esac
 words=()
 while [[ $# -gt 0 && $1 != *.py ]]; do words+=("$1") && shift; done
+[[ ${words[0]:--} == -* ]] || fail "'${words[0]}' is neither a flag nor a script (.py)"
 if [ $# -gt 0 ]; then
     script=$1 launcher_flags=("${words[@]}")
     shift # what is left are the script's flags
 else
     set -- "${words[@]}"
-    [[ ${1:--} == -* ]] || fail "'$1' is neither a YAML, nor a script (.py), nor a flag"
 fi
 [ -f "$config" ] || fail "no YAML $config; there are: $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"

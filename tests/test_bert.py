@@ -154,6 +154,21 @@ def test_a_saved_model_is_evaluated_without_training(baseline, tmp_path):
     assert "epoch" not in result.out and "validation loss" in result.out
 
 
+def test_questions_without_answers_get_predictions_but_no_scores(baseline, tmp_path):
+    """And the report leaves the run out."""
+    lines = [json.dumps(row | {"answers": None}) for row in script.read_squad(ROOT / QUESTIONS)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    words = ["--model_name_or_path", baseline.folder, "--validation_file", tmp_path / "asked.jsonl"]
+    words += ["--max_seq_length", 128, "--doc_stride", 32, "--num_epochs", 0]
+    result = launch("ddp", SCRIPT, tmp_path / "run", *words)
+    assert predictions(result) == predictions(baseline)
+    assert set(result.record["metrics"].values()) == {None}
+    assert "no scores, as the questions have no answers" in result.out
+    Record.model_validate_json((tmp_path / "run" / "run.json").read_text())
+    ready = launch("baseline", SCRIPT, tmp_path / "ready", *words, "--prepare_data_only")
+    assert f"ready: 0 training and {len(lines)} validation features" in ready.out
+
+
 def test_answers_belong_to_questions_not_to_ids(baseline, tmp_path):
     """Some data sets number their questions in each paragraph. Scores do not depend on that."""
     data = json.loads((ROOT / QUESTIONS).read_text())

@@ -40,6 +40,8 @@ def write_squad(path, text="Rosa", start=0, **more):
     """Write a SQuAD file of one question. `more` are fields of the question."""
     answers = [{"text": text, "answer_start": start}]
     question = {"id": "q1", "question": "Who built it?", "answers": answers} | more
+    if question["answers"] is None:
+        del question["answers"]
     paragraph = {"context": "Rosa built a mill.", "qas": [question]}
     path.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
     return path
@@ -58,6 +60,41 @@ def test_is_impossible_may_be_text_or_a_number(value, true, tmp_path):
     file = write_squad(tmp_path / "questions.json", is_impossible=value)
     [question] = script.read_squad(file)
     assert question["answers"]["text"] == ([] if true else ["Rosa"])
+
+
+@pytest.mark.parametrize("form", ["data", "list", "lines", "line"])
+def test_rows_as_on_the_hub_are_the_same_questions(form, tmp_path):
+    """As `datasets` and run_qa.py write them, in a list or on lines. Some text has a line break
+    that only Python's splitlines knows.
+    """
+    nested = write_squad(tmp_path / "nested.json", question="Who\u2028built it?")
+    [row] = rows = [*script.read_squad(nested)]
+    texts = {"data": {"data": rows}, "list": rows, "line": row}
+    text = json.dumps(texts.get(form), ensure_ascii=False)
+    if form == "lines":
+        text = "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in (row, row))
+    flat = tmp_path / "flat"
+    flat.write_text(text, encoding="utf-8")
+    assert [*script.read_squad(flat)] == rows * (2 if form == "lines" else 1)
+
+
+@pytest.mark.parametrize("text", ["{", '{"version": 2}', '["id"]', "id,question\n1,Who?"])
+def test_another_form_is_one_line_with_the_name_of_the_file(text, tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=f"^error: {file} is neither SQuAD's nested JSON nor a JS"):
+        script.read_questions(options(train_file=file), "train")
+
+
+def test_questions_without_answers_are_no_data_to_train_on(tokenizer, tmp_path):
+    """Nor are some of many. All of them can be evaluated, without scores."""
+    args = options(train_file=write_squad(tmp_path / "questions.json", answers=None))
+    rows, known = script.read_questions(args, "train"), script.read_questions(options(), "train")
+    lacking = "^error: 1 {} questions, such as q1, lack `answers`"
+    for split, train, evaluated in (("training", rows, []), ("validation", None, rows + known)):
+        with pytest.raises(SystemExit, match=lacking.format(split)):
+            script.check_inputs(args, CONFIG, tokenizer, train, evaluated)
+    script.check_inputs(args, CONFIG, tokenizer, None, rows)
 
 
 def test_later_answers_may_be_blank_or_misplaced(tokenizer, tmp_path):

@@ -88,6 +88,21 @@ def test_a_script_in_another_folder_gets_its_own_modules(tool, tmp_path):
     assert done.code == 0 and (tmp_path / "runs").is_dir(), done.out + done.err
 
 
+def test_a_script_that_knows_nothing_of_this_project_is_one_of_many_ranks(tmp_path, monkeypatch):
+    """Accelerate alone would make it the only rank. It does not know --max_train_steps."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "mine.py"
+    text = (ROOT / "tests" / "data" / "verify" / "right.py").read_text()
+    script.write_text(text)
+    yaml = f"{ROOT}/accelerate_configs/ddp.yaml"
+    argv = [f"{ROOT}/tools/dry_run.py", "8", yaml, "mine.py"]
+    done = run_forked(["--config_file", f"{ROOT}/{BASELINE[1]}"], argv, root=tmp_path)
+    assert done.code == 0, done.out + done.err
+    dry = json.loads((tmp_path / "runs" / "dry_run-ddp-8" / "dry_run.json").read_text())
+    [row] = [row for row in dry["collectives"] if row["kind"] == "all_reduce"]
+    assert (row["group_size"], row["calls"], row["bytes"]) == (8, 1, 4 * dry["parameters"])
+
+
 def test_hsdp_counts_inside_nodes_and_between_them(tmp_path):
     """A replica on each of four nodes, not two as in the YAML. The folder holds only the record."""
     dry = count(tmp_path / "dry", 8, "hsdp", SCRIPTS["bert"], first=["--nodes", 4])
@@ -115,6 +130,7 @@ WRONG = {
     "baseline.yaml on one rank sends nothing": (2, BASELINE[1], LSTM),
     "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, LSTM),
     "Makefile: accelerate launch cannot start this": (2, "Makefile", LSTM),
+    "ddp.py does not import accelerate": (2, YAML, "tests/data/verify/ddp.py"),
     "the global batch (19998) is larger": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 

@@ -59,6 +59,30 @@ def test_a_row_for_every_yaml_and_the_largest_batch_that_fits(fit_says):
             assert fits == bool(batch) and not fails
 
 
+def test_it_says_how_many_devices_are_enough(fit_says):
+    """The smallest power of two whose total leaves CUDA its gigabyte. HSDP shards inside a node."""
+    rows, _ = fit_says(
+        "5GB", "--model", "bert-large", "--num_processes", "6", "--num_machines", "3"
+    )
+    named = {name: row["fits from N"] for name, row in rows.items()}
+    assert (named["ddp"], named["zero2"], named["fsdp"], named["hsdp"]) == (
+        "never",
+        "128",
+        "4",
+        "12",
+    )
+    for name, nodes in (("fsdp", 1), ("hsdp", 3)):
+        devices = int(named[name])
+        left = [
+            5e9
+            - formulas.memory_of(name, fit.MODELS["bert-large"], 4, 384, shards, "no", False, True)[
+                "total"
+            ]
+            for shards in (devices // nodes, devices // nodes // 2)
+        ]
+        assert left[0] >= 1e9 > left[1]
+
+
 def test_what_leaves_cuda_no_room_is_tight(fit_says):
     """The total of ZeRO-2, and 1 GB more for CUDA's context and workspaces."""
     total = formulas.memory_of("zero2", BASE, 4, 384, 2, "no", False, True)["total"]

@@ -93,7 +93,7 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
     shard once. After a change of the strategies in the matrix: `pytest -m matrix -k two_nodes`.
     """
     script = "train_mnist_rnn" if name in ("ddp", "hsdp") else "train_bert_squad"
-    words = ["sbatch/2node.sh", f"accelerate_configs/{name}.yaml", "tests/spy.py", *WORK[script]]
+    words = ["sbatch/2node.sh", name, "tests/spy.py", *WORK[script]]
     env, hosts = {"SPY_SCRIPT": script, "SPY_WIRE": str(tmp_path)}, ["n1", "n2"]
     if name == "hsdp":
         words = ["--gres=none", *words, "--per_device_train_batch_size", "4"]
@@ -195,11 +195,12 @@ def test_a_task_of_an_array_is_queued_again_alone(cluster, project, tmp_path):
 BARE = "/usr/bin:/bin:/usr/sbin:/sbin"
 DP = "accelerate_configs/dp.yaml"
 REFUSED = {  # what sbatch gets, and what the job says
-    "sbatch/2node.sh accelerate_configs/hsdp.yaml probe.py": "hsdp.yaml shards the model inside a",
+    "sbatch/2node.sh hsdp probe.py": "hsdp.yaml shards the model inside a",
     f"sbatch/2node.sh {DP} probe.py": "dp.yaml is one process on one node",
-    "sbatch/2node.sh accelerate_configs/ddq.yaml": "no YAML accelerate_configs/ddq.yaml; there are",
+    "sbatch/2node.sh other/ddq.yaml": "no YAML other/ddq.yaml; there are",
     "sbatch/1node.sh train.py --num_epochs 2": "no script train.py in ",
-    "sbatch/1node.sh ddp": "'ddp' is neither a YAML, nor a script (.py), nor a flag",
+    "sbatch/2node.sh ddq probe.py": "no YAML accelerate_configs/ddq.yaml; there are",
+    "sbatch/2node.sh ddp probe": "'probe' is neither a flag nor a script (.py)",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --num-processes 8 probe.py": "num-processes comes",
     f"sbatch/1node.sh {DP} --gradient_accumulation_steps 4 probe.py": "no effect before the script",
     "--array=1 sbatch/1node.sh probe.py --output_dir runs/x": "tasks of an array would share",

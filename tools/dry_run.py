@@ -6,8 +6,9 @@
 The real script trains three steps as rank 0 of N, on the CPU. The tool counts the libraries'
 collectives instead of sending them. It prints those of a step, and what the rank holds before the
 update, and writes both to OUTPUT_DIR/dry_run.json. It saves no model, and the losses mean nothing.
-Put options of `accelerate launch`, such as --mixed_precision bf16, between the YAML and SCRIPT. The
-script has to know --output_dir and --max_train_steps, as the two of this project do.
+Put options of `accelerate launch`, such as --mixed_precision bf16, between the YAML and SCRIPT.
+SCRIPT is any that uses Accelerate and trains from a DataLoader that it prepares. If it knows the
+flags --output_dir and --max_train_steps, the tool sets them.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -36,8 +38,13 @@ from torch.autograd.profiler import record_function  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from memory import held  # noqa: E402
+from watching.accelerated import connect_over_gloo  # noqa: E402
 from watching.collectives import Tally, connect_to_nobody  # noqa: E402
-from watching.launching import leave_room_for, what_the_launcher_starts  # noqa: E402
+from watching.launching import (  # noqa: E402
+    leave_room_for,
+    uses_accelerate,
+    what_the_launcher_starts,
+)
 from watching.steps import StepWatch  # noqa: E402
 
 # The first step sets up, the second rearranges DDP's buckets, and the third is counted.
@@ -87,7 +94,19 @@ def become_rank_0(args):
     script = Path(launched.training_script)
     if not script.is_file():
         stop(f"there is no script {script}")
+    if not uses_accelerate(script.read_text(encoding="utf-8", errors="replace")):
+        stop(f"{script} does not import accelerate: this counts only scripts that use it")
     return script, launched.training_script_args
+
+
+def own_flags(script, folder):
+    """Flags that keep the script's files in `folder`, and let it make enough steps, if it knows
+    them.
+    """
+    text = script.read_text(encoding="utf-8", errors="replace")
+    flags = {"--output_dir": f"{folder}/run", "--max_train_steps": "1000"}
+    known = [name for name in flags if re.search(f"""["']{name}["']""", text)]
+    return [word for name in known for word in (name, flags[name])]
 
 
 class Counted(BaseException):
@@ -207,8 +226,9 @@ def main():
     dry = DryRun(Tally(args.ranks // args.nodes))
     dry.watch()
     Accelerator.save_state, DataLoaderShard.__iter__ = save_nothing, repeat_batches
+    connect_over_gloo()  # or a script that was written for GPUs would train alone
     with tempfile.TemporaryDirectory() as own:  # for run.json, which is not of a real run
-        train(script, [*flags, "--output_dir", f"{own}/run", "--max_train_steps", "1000"], dry)
+        train(script, [*flags, *own_flags(script, own)], dry)
     weights = list(dry.model.parameters())
     found = {
         "ranks": args.ranks,

@@ -29,6 +29,7 @@ from common.strategies import STRATEGIES, name_yaml
 from memory.formulas import SIZES, count_parameters, held_by_run, largest_batch, memory_of, rungs_of
 
 CUDA = 1e9  # bytes: its context, and the libraries' workspaces
+POWERS = [2**exponent for exponent in range(11)]  # numbers of devices, up to 1,024
 MODELS = {
     "bert-base": dict(zip(SIZES, (12, 768, 3072, 30522, 512, 2), strict=True)),
     "bert-large": dict(zip(SIZES, (24, 1024, 4096, 30522, 512, 2), strict=True)),
@@ -38,6 +39,8 @@ MB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each 
 largest. total: the peak of a step. The backward pass frees activations while it makes gradients,
 so the total is less than the sum of the parts. DDP and ZeRO-3 hold all gradients from the start.
 tight: the total fits, but leaves less than the 1 GB that CUDA itself needs on a GPU.
+fits from N: the smallest number of devices on which it fits, a power of two up to 1,024 (HSDP: in
+each node), with this micro-batch on each.
 batch: the largest micro-batch whose total fits, tight or not.
 AC: activation checkpointing, which --activation_checkpointing turns on."""
 
@@ -147,24 +150,39 @@ def parse_args():
 def make_rows(args):
     """The table's rows, as text: the names of the columns, then one row for each YAML."""
     parts = ["parameters", "gradients", "states", "buffers", "activations", "total", "host"]
-    yield ["MB", "params", "grads", *parts[2:], "fits", "batch without AC", "batch with AC"]
+    fits = ["fits", "fits from N", "batch without AC", "batch with AC"]
+    yield ["MB", "params", "grads", *parts[2:], *fits]
     for strategy, known in STRATEGIES.items():
         if known.family == "dp" and args.mixed_precision == "bf16":  # the scripts refuse it
-            yield [strategy, *[""] * len(parts), "-", "-", "-"]
+            yield [strategy, *[""] * len(parts), *["-"] * len(fits)]
             continue
-        shards = args.num_processes // (args.num_machines if known.family == "hsdp" else 1)
-        rest = args.max_seq_length, shards, args.mixed_precision
-        dropout = args.dropout > 0
-        batch, again = args.per_device_train_batch_size, args.activation_checkpointing
-        held = memory_of(strategy, args.sizes, batch, *rest, again, dropout)
+        replicas = args.num_machines if known.family == "hsdp" else 1
+        held = memory_on(args, strategy, args.num_processes // replicas)
         left = args.memory - held["total"]
+        enough = (
+            shards * replicas
+            for shards in POWERS
+            if args.memory - memory_on(args, strategy, shards)["total"] >= CUDA
+        )
+        rest = args.max_seq_length, args.num_processes // replicas, args.mixed_precision
+        batches = (
+            largest_batch(args.memory, strategy, args.sizes, *rest, again, args.dropout > 0)
+            for again in (False, True)
+        )
         yield [
             strategy,
             *(f"{math.ceil(held[name] / 1e6):,}" for name in parts),
             "no" if left < 0 else "tight" if left < CUDA else "yes",
-            str(largest_batch(args.memory, strategy, args.sizes, *rest, False, dropout)),
-            str(largest_batch(args.memory, strategy, args.sizes, *rest, True, dropout)),
+            next(map("{:,}".format, enough), "never"),
+            *map(str, batches),
         ]
+
+
+def memory_on(args, strategy, shards):
+    """What `memory_of` says about a step with this many shards and the flags of the command."""
+    batch, length = args.per_device_train_batch_size, args.max_seq_length
+    rest = args.mixed_precision, args.activation_checkpointing, args.dropout > 0
+    return memory_of(strategy, args.sizes, batch, length, shards, *rest)
 
 
 def main():

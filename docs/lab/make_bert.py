@@ -14,7 +14,7 @@ TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "tiny_bert"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--hidden_size", type=int, required=True, help="a multiple of 64")

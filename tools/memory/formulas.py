@@ -64,8 +64,10 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
     Autocast makes bf16 copies of the weights of linear layers, and frees them with a layer's
     activations. FSDP has two gathered layers (one is prefetched), the gradients of one, and the
     buffer that reduces them. At the end of the backward pass the embeddings take two places at a
-    time: gathered and as a gradient, or as a gradient and in the buffer. Without resharding, all
-    parameters stay gathered up to the backward pass of their layer. ZeRO has its JSON's settings:
+    time, gathered and as a gradient, or as a gradient and in the buffer, beside the buffer of the
+    first layer. Without resharding, all parameters stay gathered up to the backward pass of their
+    layer. (On CPUs alone, torch's _chunk_cat also copies a gradient if the devices do not divide
+    its rows.) ZeRO has its JSON's settings:
     one or two buckets, and gathered parameters. In its step DeepSpeed copies its gradients into one
     tensor and that into fp32. ZeRO-1 and 2 offload through a buffer for the largest parameter.
     All this is read in the libraries' code. docs/lab/12-ladder.md has counted totals.
@@ -78,7 +80,7 @@ def bytes_of_buffers(strategy, model, devices, precision="no"):
         keeps = known.options.get("reshard_after_forward") == "false"
         gathered = parameters if keeps else 2 * layer
         first = size * (embeddings + 3 * layer)
-        return size * (gathered + 2 * layer), first, size * 2 * embeddings
+        return size * (gathered + 2 * layer), first, size * (2 * embeddings + layer)
     if known.family == "zero3":
         bucket = size * float(known.options["reduce_bucket_size"])
         live = bucket + size * min(parameters, float(known.options["stage3_max_live_parameters"]))
@@ -147,7 +149,7 @@ def memory_of(
         "end of the forward pass": early + kept - layer * checkpointing + buffers,
         "start of the backward pass": early + kept + way + anew,
         "backward, at the first layer": made + layer + outside + way + in_layer,
-        "backward, at the embeddings": gradients + after,
+        "backward, at the embeddings": (made if family in ("fsdp", "hsdp") else gradients) + after,
     }
     if family.startswith("zero") and host:  # DeepSpeed's buffer to or from the device, there
         host += (4 if precision == "no" else 2) * parameters / devices

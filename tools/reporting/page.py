@@ -123,15 +123,16 @@ def answer_tables(workload: Workload) -> Iterator[str]:
 
 def answer_row(cell: Cell, kind: str = "") -> dict[str, Any]:
     row: dict[str, Any] = {"strategy and shape": cell.label}
+    one = cell.comparisons.get(kind)
+    if one:  # near the left, as a phone shows it without scrolling
+        row["verdict"] = "" if one.baseline is cell else one.sure or "no difference shown"
     row["global batch"] = cell.setting.global_batch_size
     row["seconds"] = show_seconds(cell.figures.seconds)
-    one = cell.comparisons.get(kind)
     if one:
         row |= {
             "speedup": f"{one.speedup:.2f}",
             "from-to": one.low and f"{one.low:.2f}-{one.high:.2f}",
             "efficiency": f"{100 * one.efficiency:.0f} %",
-            "verdict": "" if one.baseline is cell else one.sure or "no difference shown",
         }
     return row | {"mind": ", ".join(cell.notes)}
 
