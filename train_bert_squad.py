@@ -744,6 +744,10 @@ def connect_ranks():
     ranks = int(env.get("LOCAL_WORLD_SIZE", 1))
     if ranks > len(cores):
         say(f"warning: {ranks} ranks share {len(cores)} core(s): is OMP_PROC_BIND set?")
+    with contextlib.suppress(OSError, ValueError):  # "max": there is no quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        if ranks > quota / period:
+            say(f"warning: {ranks} ranks share the quota of {quota / period:g} core(s) in cpu.max")
     patience = timedelta(minutes=30)  # rank 0 may download for longer than NCCL's 10 minutes
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32

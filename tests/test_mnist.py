@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ACCELERATE, ROOT, STRATEGIES, launch, run, run_forked, spied
+from conftest import ACCELERATE, ROOT, STRATEGIES, launch, namespaces, run, run_forked, spied
 from test_mnist_resume import assert_near, ids_seen, samples_of_steps
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
@@ -197,10 +197,23 @@ def test_launches_that_would_not_do_what_was_asked(env, gpus, message, monkeypat
 
 @pytest.mark.slow
 def test_ranks_that_share_a_core_are_a_warning(tmp_path):
-    """A launcher with OMP_PROC_BIND=true leaves one core to its ranks."""
+    """A launcher with OMP_PROC_BIND=true leaves one core to its ranks, and a container may have a
+    quota of CPU time.
+    """
     core = str(min(os.sched_getaffinity(0)))
-    words = ["taskset", "-c", core, *ACCELERATE, "--main_process_port", "0", "--config_file"]
+    quota = "mount -t tmpfs none /sys/fs/cgroup && echo 150000 100000 >/sys/fs/cgroup/cpu.max"
+    words = [
+        *namespaces(quota),
+        "taskset",
+        "-c",
+        core,
+        *ACCELERATE,
+        "--main_process_port",
+        "0",
+        "--config_file",
+    ]
     words += ["accelerate_configs/ddp.yaml", SCRIPT, "--dataset", "digits"]
     done = run([*words, "--max_train_steps", "1", "--output_dir", str(tmp_path)], tmp_path)
     assert done.code == 0 and done.out.count("warning: 2 ranks share 1 core(s)") == 1
+    assert done.out.count("warning: 2 ranks share the quota of 1.5 core(s) in cpu.max") == 1
     assert [rank["cores"] for rank in done.record["ranks"]] == [1, 1]

@@ -19,12 +19,15 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import environment  # noqa: F401  It tells who forgot to activate .venv.
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from common.facts import cpu_quota
 
 COMMAND = "accelerate launch --config_file accelerate_configs/ddp.yaml docs/lab/crossover.py"
 HEAD = "| global batch | one device | half of it | + message | = two devices | speedup |"
@@ -112,12 +115,19 @@ def describe(row):
     )
 
 
-def conclude(rows):
-    """What the table says about two devices, after a warning if other programs disturbed it."""
+def conclude(rows, quota=None):
+    """What the table says about two devices, after a warning if other programs disturbed it, or if
+    this container's quota is less than two cores.
+    """
     small, large = rows[0], rows[-1]
     found = ""
     disturbed = find_disturbances(rows)
-    if disturbed:
+    if quota and quota < 2:
+        found = (
+            f"This container may use {quota:g} core(s) (/sys/fs/cgroup/cpu.max), and two devices "
+        )
+        found += "need two.\nTo try again does not help: ask for a larger quota.\n"
+    elif disturbed:
         found += "\n- ".join(["Other programs disturbed this:", *disturbed])
         found += f"\nSo try again:\n    source .venv/bin/activate\n    {COMMAND}\n"
     found += f"With a batch of {small.batch:,}, two devices are {small.speedup:.2f} times as fast "
@@ -153,6 +163,31 @@ def find_disturbances(rows):
     return found
 
 
+def draw(rows, file):
+    """For each batch, a bar of one device beside one of two: computing, and the message on it."""
+    import matplotlib.pyplot as plt  # only here: the ranks that measure need no pictures
+
+    plt.rcParams |= {"svg.hashsalt": "", "font.size": 12}
+    places = range(len(rows))
+    one, half, message = (
+        [getattr(row, name) for row in rows] for name in ("one", "half", "message")
+    )
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for shift, heights, below, color, label in (
+        (-0.2, one, 0, "grey", "one device"),
+        (0.2, half, 0, "tab:blue", "two devices: half of the batch each"),
+        (0.2, [max(0, size) for size in message], half, "tab:red", "two devices: the message"),
+    ):
+        axes.bar(
+            [place + shift for place in places], heights, 0.38, below, color=color, label=label
+        )
+    axes.set_xticks(places, [f"{row.batch:,}" for row in rows])
+    axes.set(xlabel="global batch", ylabel="ms of a step", title="One device, and two")
+    axes.legend()
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,6 +196,7 @@ def main():
     add("--batches", type=int, nargs="+", default=[16, 64, 256, 1024, 4096], help="global ones")
     add("--turns", type=int, default=9, help="of each batch (default: %(default)s)")
     add("--seconds", type=float, default=0.06, help="of a turn's part (default: %(default)s)")
+    add("--picture", default="runs/crossover.svg", help="the file to draw (default: %(default)s)")
     args = parser.parse_args()
     odd = [batch for batch in args.batches if batch < 2 or batch % 2]
     if odd:
@@ -184,7 +220,10 @@ def main():
         say(describe(rows[-1]), flush=True)
     say(f"\nEach step on two devices sends one message of {size:,} bytes, whatever the batch.")
     say("Its time contains the wait for the slower device.")
-    say(conclude(rows))
+    say(conclude(rows, cpu_quota()))
+    if dist.get_rank() == 0:
+        draw(rows, args.picture)
+        say(f"A picture of the table: {args.picture}")
     dist.barrier()
     dist.destroy_process_group()
 

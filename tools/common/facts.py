@@ -1,6 +1,10 @@
-"""What collectives send, and how much of a GPU's peak a run uses."""
+"""What collectives send, a container's quota of CPU time, and how much of a GPU's peak a run
+uses.
+"""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -9,6 +13,16 @@ def sent_share(collective: str, ranks: int) -> float:
     reduce or broadcast, all devices but one send the whole tensor.
     """
     return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def cpu_quota(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """The cores whose time this process's container may use, or None without a quota. All cores are
+    visible there: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
+    """
+    with suppress(OSError, ValueError):  # "max" is no number
+        quota, period = map(int, Path(file).read_text().split())
+        return quota / period
+    return None
 
 
 # Peak FLOP/s of 16-bit products (bf16, fp16) summed in fp32, and of TF32, which the scripts turn on
