@@ -99,6 +99,17 @@ def answer(model, tokenizer, question, context):
     return text
 
 
+def test_the_page_asks_a_saved_model(baseline, capsys):
+    """The question and the text of docs/scripts.md, and an answer that is in this text."""
+    page = (ROOT / "docs" / "scripts.md").read_text()
+    [lines] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {}
+    exec(lines.replace("runs/x/best", str(baseline.folder)), names)
+    said = capsys.readouterr().out.strip()
+    words = names["tokenizer"].tokenize(names["text"])
+    assert said and set(names["tokenizer"].tokenize(said)) <= set(words)
+
+
 @pytest.mark.canary
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -265,11 +265,13 @@ def test_compare_says_what_is_no_timing_or_no_loss(change, said, compared):
             assert re.search(said, text, re.S), text
 
 
-def test_points_are_not_negative_and_one_fault_does_not_take_all(tmp_path, monkeypatch):
+def test_a_student_has_one_row_whose_points_are_not_negative(tmp_path, monkeypatch):
     (tmp_path / "my_ddp.py").touch()
     monkeypatch.setattr(grade, "place_for", lambda *_: tmp_path)
+    args = mock.Mock(seconds=60)
     for fine, others, points in ((9, 1, 36), (1, 11, 0), (0, 10, "")):
         printed = "ok     a\n" * fine + "later  b\n" * others
         monkeypatch.setattr(grade, "output_of", lambda *_, printed=printed: printed)
-        row = grade.grade(tmp_path / "my_ddp.py", mock.Mock(seconds=60), tmp_path)
-        assert row["points"] == points
+        row = grade.grade_student(tmp_path, args)
+        assert row["points"] == points and row["my_flat.py"] == "-"
+        assert ("look at it" in row["notes"]) == (points == "")

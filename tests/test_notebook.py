@@ -89,7 +89,7 @@ def test_the_start_gets_the_project_keeps_torch_and_trains(tmp_path, monkeypatch
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     text = str(execute(notebook, tmp_path, tmp_path, python).cells)
     assert "pip keeps: torch==" in text and text.count("completed at step") == 4
-    assert text.count("'image/png'") == 2 and "'stderr'" not in text
+    assert text.count("'image/png'") == 3 and "'stderr'" not in text
     assert [*packages.iterdir()] == [packages / "ours.pth"], "pip installed something"
 
 

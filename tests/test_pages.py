@@ -322,7 +322,7 @@ def test_readme_pastes_what_its_commands_print(tools, place):
     reported = run(["env", "-C", place, sys.executable, "tools/report.py", "runs/"])
     assert "short: 3 steps are too few" in reported.out and "| bert_squad-20" in reported.out
     fits = run([sys.executable, "tools/fit.py", "6GB", "--model", "bert-large"]).out
-    said = {row[0]: row[-3] for row in rows_of(fits)}
+    said = {row[0]: row[-4] for row in rows_of(fits)}
     assert (said["ddp"], said["zero2"], said["fsdp"]) == ("no", "tight", "yes")
     batches = {row[0]: row[-2] for row in rows_of(fits)}
     answer = "largest micro-batch: DDP {ddp}, ZeRO-2 {zero2}, FSDP {fsdp}."

@@ -1,4 +1,5 @@
-"""Runs the checkers of exercises 9 and 10 on what a class handed in, and writes one CSV.
+"""Runs the checkers of exercises 9 and 10 on what a class handed in, and writes one CSV, with a row
+for each student.
 
 python docs/lab/grade.py HANDINS runs/grades.csv
 
@@ -72,27 +73,42 @@ def output_of(words, folder, seconds):
 
 
 def grade(file, args, folder):
-    """A row of the CSV for this file of a student."""
+    """A cell for this file of a student, its points or None, and what a teacher should know."""
     checker, part, full = FILES[file.name]
-    row = {"student": file.parent.name, "file": file.name, "ok": 0, "lines": 0, "points": ""}
     if not file.is_file():
-        return row | {"points": 0 if full else "", "note": "not handed in"}
+        return "-", 0, "not handed in"
     lab = place_for(file.parent, folder, args.variants)
     words = [sys.executable, lab / checker, file.resolve(), "--part", part]
     words += ["--seconds", args.seconds]
     limit = args.seconds + 120  # The checker ends by itself before that.
     printed = output_of(list(map(str, words)), folder, limit)
     if printed is None:
-        return row | {"note": f"look at it: the checker did not end in {limit} s"}
+        return "?", None, f"look at it: the checker did not end in {limit} s"
     lines = re.findall(r"^(ok|WRONG|later)  +(.*)", printed, re.M)
     wrong = [text for word, text in lines if word == "WRONG"]
-    row |= {"ok": sum(word == "ok" for word, _ in lines), "lines": len(lines)}
-    if row["ok"] == 0:  # One fault can hide all else: no end, or ranks that do not connect.
+    right = sum(word == "ok" for word, _ in lines)
+    if right == 0:  # One fault can hide all else: no end, or ranks that do not connect.
         reasons = [line for line in printed.splitlines() if not re.match(r"\(|later", line)]
-        return row | {"note": f"look at it: {' '.join(reasons)[:400]}"}
-    if full:
-        row["points"] = max(0, full - LOST * (row["lines"] - row["ok"]))
-    return row | {"note": "; ".join(wrong)}
+        return "?", None, f"look at it: {' '.join(reasons)[:400]}"
+    points = max(0, full - LOST * (len(lines) - right))
+    return f"{right} of {len(lines)}", points, "; ".join(wrong)
+
+
+def grade_student(student, args):
+    """A row of the CSV: a cell for each file, the points of exercise 9, and notes. There are no
+    points if somebody has to look at one of its files.
+    """
+    row, points, notes = {"student": student.name, "points": ""}, [], []
+    for name, (_, _, full) in FILES.items():
+        # A rank whose launcher was killed may still write there for a while.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            row[name], found, note = grade(student / name, args, Path(folder))
+        print(f"{student.name}, {name}: {row[name]} {note}", file=sys.stderr, flush=True)
+        notes += [f"{name}: {note}"] if note else []
+        points += [found] if full else []
+    if None not in points:
+        row["points"] = sum(points)
+    return row | {"notes": ". ".join(notes)}
 
 
 def main():
@@ -110,16 +126,13 @@ def main():
             sys.exit(f"error: --variants: the name of {student} does not end in three digits")
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     with open(args.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["student", "file", "ok", "lines", "points", "note"])
+        writer = csv.DictWriter(file, ["student", "points", *FILES, "notes"])
         writer.writeheader()
         for student in students:
-            for name in FILES:
-                # A rank whose launcher was killed may still write there for a while.
-                with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                    row = grade(student / name, args, Path(folder))
-                writer.writerow(row)
-                file.flush()
-                print(*row.values(), sep=", ", flush=True)
+            row = grade_student(student, args)
+            writer.writerow(row)
+            file.flush()
+            print(*row.values(), sep=", ", flush=True)
 
 
 if __name__ == "__main__":
