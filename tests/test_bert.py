@@ -106,8 +106,7 @@ def test_the_page_asks_a_saved_model(baseline, capsys):
     names = {}
     exec(lines.replace("runs/x/best", str(baseline.folder)), names)
     said = capsys.readouterr().out.strip()
-    words = names["tokenizer"].tokenize(names["text"])
-    assert said and set(names["tokenizer"].tokenize(said)) <= set(words)
+    assert said and said in names["text"]
 
 
 @pytest.mark.canary

@@ -446,9 +446,9 @@ def test_the_answer_and_its_table(tmp_path):
     assert shown.endswith("). Missing: ZeRO-3 on 2 x 2 (failed).")
     assert {row["note"] for row in rows.values()} == {""}
     base, ddp, *others = answers(text)
-    names = "strategy and shape|global batch|seconds|speedup|from-to|efficiency|verdict|strategy"
+    names = "strategy and shape|verdict|global batch|seconds|speedup|from-to|efficiency|strategy"
     assert "|".join(ddp) == names
-    assert [*ddp.values()][:4] == ["DDP on 1 x 2", "64", "54.99", "1.82"]
+    assert [*ddp.values()][:5] == ["DDP on 1 x 2", "faster", "64", "54.99", "1.82"]
     assert (ddp["efficiency"], ddp["verdict"], base["verdict"]) == ("91 %", "faster", "")
     verdicts = {row["strategy"]: row["verdict"] for row in others}
     assert verdicts.pop("ZeRO-3") == "slower" and {*verdicts.values()} == {"faster"}
