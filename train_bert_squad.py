@@ -372,11 +372,18 @@ def read_questions(args, split):
     name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     if not file:
         return list(itertools.islice(datasets.load_dataset(name, split=split), limit or None))
+    rows = []
     try:
-        return list(itertools.islice(read_squad(file), limit or None))
+        for row in itertools.islice(read_squad(file), limit or None):
+            rows.append(row)
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        abort(f"{file} is neither JSON nor JSONL: {problem}")
     except (ValueError, LookupError, TypeError, AttributeError) as problem:
-        rows = "a JSON or JSONL of rows with id, question, context and answers"
-        abort(f"{file} is neither SQuAD's nested JSON nor {rows}: {problem!r}")
+        form = "neither SQuAD's nested form nor a row with id, question, context and answers"
+        abort(f"{file}: question {len(rows) + 1} is {form}: {problem!r}")
+    if not rows:
+        abort(f"{file} has no questions")
+    return rows
 
 
 def read_squad(file):
@@ -384,10 +391,14 @@ def read_squad(file):
     list, below "data", or one on each line.
     """
     text = Path(file).read_text(encoding="utf-8-sig")
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
-        content = [json.loads(line) for line in text.split("\n") if line.strip()]
+    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
+    content, end = [], blank.match(text).end()
+    while end < len(text):  # so an error names its line, also in JSONL
+        value, end = decoder.raw_decode(text, end)
+        content.append(value)
+        end = blank.match(text, end).end()
+    if len(content) == 1:
+        content = content[0]
     if isinstance(content, dict):
         content = content.get("data", [content])
     for article in content:
@@ -396,14 +407,13 @@ def read_squad(file):
                 answers = qa.get("answers")
                 if utils.str_to_bool(str(qa.get("is_impossible") or False)):
                     answers = []
-                if isinstance(answers, list):  # nested
-                    answers = {
-                        name: [answer[name] for answer in answers]
-                        for name in ("text", "answer_start")
-                    }
+                if isinstance(answers, dict):  # as on the Hub, a list of each
+                    pairs = zip(answers["text"], answers["answer_start"], strict=True)
+                    answers = [{"text": text, "answer_start": start} for text, start in pairs]
                 if answers is not None:
-                    starts = answers["answer_start"][:1]
-                    answers = {"text": answers["text"], "answer_start": starts}
+                    texts = [answer["text"] for answer in answers]
+                    starts = [answer["answer_start"] for answer in answers[:1]]
+                    answers = {"text": texts, "answer_start": starts}
                 row = {"id": str(qa["id"]), "question": qa["question"]}
                 yield row | {"context": paragraph["context"], "answers": answers}
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train on one node with two GPUs. From the project's root:
 #   sbatch sbatch/1node.sh                                                  BERT on SQuAD under DDP
-#   sbatch sbatch/1node.sh accelerate_configs/fsdp.yaml train_bert_squad.py --num_epochs 2
+#   sbatch sbatch/1node.sh fsdp train_bert_squad.py --num_epochs 2
 #   sbatch sbatch/1node.sh accelerate_configs/zero3.yaml --mixed_precision bf16 train_bert_squad.py
 #   sbatch --gres=gpu:a100:4 --cpus-per-task=16 sbatch/1node.sh accelerate_configs/fsdp.yaml
 #   sbatch --exclusive --mem=64G sbatch/1node.sh            a whole node, and so much of its memory

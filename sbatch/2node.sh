@@ -6,7 +6,7 @@
 # Fill one node first (sbatch/1node.sh): the GPUs of a node talk to each other faster than nodes do
 # (docs/before-you-scale.md). From the project's root:
 #   sbatch sbatch/2node.sh                                                  BERT on SQuAD under DDP
-#   sbatch sbatch/2node.sh accelerate_configs/fsdp.yaml train_bert_squad.py --num_epochs 2
+#   sbatch sbatch/2node.sh fsdp train_bert_squad.py --num_epochs 2
 #   sbatch sbatch/2node.sh accelerate_configs/zero3.yaml --mixed_precision bf16 train_bert_squad.py
 #   sbatch --nodes=4 --gres=gpu:2 --cpus-per-task=8 sbatch/2node.sh accelerate_configs/fsdp.yaml
 #   PROCESSES_PER_NODE=4 sbatch --gres=none sbatch/2node.sh                 on a CPU partition

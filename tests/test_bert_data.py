@@ -78,11 +78,25 @@ def test_rows_as_on_the_hub_are_the_same_questions(form, tmp_path):
     assert [*script.read_squad(flat)] == rows * (2 if form == "lines" else 1)
 
 
-@pytest.mark.parametrize("text", ["{", '{"version": 2}', '["id"]', "id,question\n1,Who?"])
-def test_another_form_is_one_line_with_the_name_of_the_file(text, tmp_path):
+ROW = '{"id": 1, "question": "Who?", "context": "Rosa", "answers": null}\n'
+TEXT = ROW.replace("null", '{"text": "Rosa", "answer_start": [0]}')
+OTHER_FORMS = {
+    "{\n": "neither JSON nor JSONL: Expecting property name .*: line 2",
+    "id,question\n1,Who?": "neither JSON nor JSONL: Expecting value: line 1",
+    ROW + ROW + ROW[:-3]: "neither JSON nor JSONL: .*: line 3",
+    '{"version": 2}': "question 1 is neither SQuAD's nested form nor a row .*'id'",
+    ROW + '["id"]': "question 2 is neither",
+    ROW + TEXT: "question 2 is neither",
+    '{"data": []}': "no questions",
+    "": "no questions",
+}
+
+
+@pytest.mark.parametrize("text", OTHER_FORMS)
+def test_another_form_is_one_line_with_the_file_and_the_place(text, tmp_path):
     file = tmp_path / "own.csv"
     file.write_text(text)
-    with pytest.raises(SystemExit, match=f"^error: {file} is neither SQuAD's nested JSON nor a JS"):
+    with pytest.raises(SystemExit, match=f"^error: {file}:? (is|has)? ?{OTHER_FORMS[text]}"):
         script.read_questions(options(train_file=file), "train")
 
 

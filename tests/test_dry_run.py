@@ -130,7 +130,8 @@ WRONG = {
     "baseline.yaml on one rank sends nothing": (2, BASELINE[1], LSTM),
     "--nodes 3 does not divide 4 ranks": ("--nodes", 3, 4, YAML, LSTM),
     "Makefile: accelerate launch cannot start this": (2, "Makefile", LSTM),
-    "ddp.py does not import accelerate": (2, YAML, "tests/data/verify/ddp.py"),
+    "ddp.py calls init_process_group: this": (2, YAML, "tests/data/verify/ddp.py"),
+    "single.py makes no Accelerator: this counts": (2, YAML, "docs/lab/single.py"),
     "the global batch (19998) is larger": (2, YAML, *SCRIPTS["mnist"][:-1], 9999),
 }
 

@@ -197,9 +197,9 @@ DP = "accelerate_configs/dp.yaml"
 REFUSED = {  # what sbatch gets, and what the job says
     "sbatch/2node.sh hsdp probe.py": "hsdp.yaml shards the model inside a",
     f"sbatch/2node.sh {DP} probe.py": "dp.yaml is one process on one node",
-    "sbatch/2node.sh other/ddq.yaml": "no YAML other/ddq.yaml; there are",
+    "sbatch/2node.sh other/ddq.yaml": "no YAML other/ddq.yaml (and a script ends in .py): acc",
     "sbatch/1node.sh train.py --num_epochs 2": "no script train.py in ",
-    "sbatch/2node.sh ddq probe.py": "no YAML accelerate_configs/ddq.yaml; there are",
+    "sbatch/2node.sh ddq probe.py": "no YAML accelerate_configs/ddq.yaml (and a script",
     "sbatch/2node.sh ddp probe": "'probe' is neither a flag nor a script (.py)",
     "sbatch/1node.sh accelerate_configs/ddp.yaml --num-processes 8 probe.py": "num-processes comes",
     f"sbatch/1node.sh {DP} --gradient_accumulation_steps 4 probe.py": "no effect before the script",

@@ -30,21 +30,18 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # Otherwise torch's profiler warns that there is no GPU, and about tensors older than itself.
 os.environ |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
+import torch.distributed as dist  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.state import AcceleratorState, is_initialized  # noqa: E402
 from torch.autograd.profiler import record_function  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from memory import held  # noqa: E402
 from watching.accelerated import connect_over_gloo  # noqa: E402
 from watching.collectives import Tally, connect_to_nobody  # noqa: E402
-from watching.launching import (  # noqa: E402
-    leave_room_for,
-    uses_accelerate,
-    what_the_launcher_starts,
-)
+from watching.launching import leave_room_for, what_the_launcher_starts  # noqa: E402
 from watching.steps import StepWatch  # noqa: E402
 
 # The first step sets up, the second rearranges DDP's buckets, and the third is counted.
@@ -94,8 +91,6 @@ def become_rank_0(args):
     script = Path(launched.training_script)
     if not script.is_file():
         stop(f"there is no script {script}")
-    if not uses_accelerate(script.read_text(encoding="utf-8", errors="replace")):
-        stop(f"{script} does not import accelerate: this counts only scripts that use it")
     return script, launched.training_script_args
 
 
@@ -170,7 +165,15 @@ def repeat_batches(loader, once=DataLoaderShard.__iter__):
 
 
 def train(script, flags, dry):
-    """Run the script as a program until `dry` has counted. If it ends before, stop."""
+    """Run the script as a program until `dry` has counted. If it ends before, or does not use
+    Accelerate, stop.
+    """
+    only = "this counts only scripts that use Accelerate"
+
+    def refuse(*_, **options):
+        stop(f"{script} calls init_process_group: {only}")
+
+    dist.init_process_group = refuse  # Accelerate is connected already.
     leave_room_for(script)
     sys.argv = [str(script), *flags]
     os._exit = sys.exit  # Scripts end like this on a CPU, but the tool has to go on.
@@ -178,6 +181,8 @@ def train(script, flags, dry):
         with contextlib.redirect_stdout(io.StringIO()):
             runpy.run_path(str(script), run_name="__main__")
     except Counted:
+        if not is_initialized():
+            stop(f"{script} makes no Accelerator: {only}")
         return
     except SystemExit as end:
         if isinstance(end.code, str):

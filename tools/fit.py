@@ -39,8 +39,8 @@ MB: 10^6 bytes on each device; host: in the CPU's memory, for each device. Each 
 largest. total: the peak of a step. The backward pass frees activations while it makes gradients,
 so the total is less than the sum of the parts. DDP and ZeRO-3 hold all gradients from the start.
 tight: the total fits, but leaves less than the 1 GB that CUDA itself needs on a GPU.
-fits from N: the smallest number of devices on which it fits, a power of two up to 1,024 (HSDP: in
-each node), with this micro-batch on each. 1: it fits without shards. never: more do not help.
+fits from N: the smallest number of devices on which "fits" says yes, with this micro-batch on each:
+a power of two up to 1,024 (HSDP: in each node; N counts all). never: more do not help.
 batch: the largest micro-batch whose total fits, tight or not.
 AC: activation checkpointing, which --activation_checkpointing turns on."""
 

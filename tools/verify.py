@@ -56,12 +56,15 @@ from watching.launching import (  # noqa: E402
     make_place,
     remove_links,
     run_ranks,
-    uses_accelerate,
 )
 
 BASELINE = ROOT / "accelerate_configs" / "baseline.yaml"
 # Around a number that the ranks divide: the whole flag, or after a sign.
 BRACES = re.compile(r"(?<![^=_:,./ -])\{([1-9]\d*)\}")
+ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
+TORCH = re.compile(
+    r"^\s*(?:from|import) (?:torch\.distributed|torch\.nn\.parallel|deepspeed)\b", re.M
+)
 # In the errors of a script that a machine without a GPU cannot run.
 NEEDS_GPU = r"^(?!FileNotFound).*(cuda|nvidia|nccl|triton|flash.?att|fp8|float8|transformer.?engine"
 NEEDS_GPU += r"|active drivers|with GPU modules|to be on GPU)"
@@ -153,6 +156,13 @@ def parse_args():
     args.folder = Path(args.output_dir or "runs") / "verify"
     args.began = time.time()
     return args
+
+
+def uses_accelerate(text):
+    """Whether a script uses Accelerate, itself or by a Trainer that is not its own."""
+    if ACCELERATE.search(text):
+        return True
+    return re.search(r"Trainer\b", text) and ("transformers" in text or not TORCH.search(text))
 
 
 # -------- running

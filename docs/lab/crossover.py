@@ -176,7 +176,13 @@ def draw(rows, file):
     for shift, heights, below, color, label in (
         (-0.2, one, 0, "grey", "one device"),
         (0.2, half, 0, "tab:blue", "two devices: half of the batch each"),
-        (0.2, [max(0, size) for size in message], half, "tab:red", "two devices: the message"),
+        (
+            0.2,
+            [max(0, size) for size in message],
+            half,
+            "tab:red",
+            "two devices: the message, and the wait for it",
+        ),
     ):
         axes.bar(
             [place + shift for place in places], heights, 0.38, below, color=color, label=label

@@ -96,7 +96,7 @@ def grade(file, args, folder):
 
 def grade_student(student, args):
     """A row of the CSV: a cell for each file, the points of exercise 9, and notes. There are no
-    points if somebody has to look at one of its files.
+    points if somebody has to look at one of that exercise's files.
     """
     row, points, notes = {"student": student.name, "points": ""}, [], []
     for name, (_, _, full) in FILES.items():

@@ -38,20 +38,9 @@ LIBRARIES += ["torch.distributed.optim", "torch.utils.tensorboard"]
 LIBRARIES += ["transformers.models.auto.tokenization_auto"]
 LIBRARIES += ["transformers.models.bert.modeling_bert"]
 GRACE = 5  # seconds that the other ranks get when one has failed
-ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
-TORCH = re.compile(
-    r"^\s*(?:from|import) (?:torch\.distributed|torch\.nn\.parallel|deepspeed)\b", re.M
-)
 LARGE = 1000  # Folders with as many entries have data, and a link to them has to do.
 
 tqdm.tqdm.get_lock()  # one for all ranks, or each would leave one behind
-
-
-def uses_accelerate(text):
-    """Whether a script uses Accelerate, itself or by a Trainer that is not its own."""
-    if ACCELERATE.search(text):
-        return True
-    return re.search(r"Trainer\b", text) and ("transformers" in text or not TORCH.search(text))
 
 
 def import_libraries(text):
