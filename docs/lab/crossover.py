@@ -181,7 +181,7 @@ def draw(rows, file):
             [max(0, size) for size in message],
             half,
             "tab:red",
-            "two devices: the message, and the wait for it",
+            "two devices: message and wait",
         ),
     ):
         axes.bar(
