@@ -153,11 +153,12 @@ def cluster(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: what needs Slurm, and the pages."""
+    """The longest first: what needs Slurm, the pages, and verify.py."""
     for item in items:
         if "cluster" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(1200))
-    items.sort(key=lambda item: not re.search("test_(sbatch|faults|pages).py", item.nodeid))
+    longest = "test_(sbatch|faults|pages|verify).py"
+    items.sort(key=lambda item: not re.search(longest, item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)  # There may be no xdist.

@@ -3,8 +3,9 @@
     accelerate launch --config_file YAML docs/lab/limited.py 900MB train_bert_squad.py [FLAG ...]
 
 Each process stands for a device with so many MB (10^6 bytes). What Python and the libraries need
-comes on top, and 40 MB for their threads. The first two steps hold all that training needs, so the
-limit ends after them: to save the model may take more. Only Linux has this limit (RLIMIT_DATA).
+comes on top, and 40 MB for their threads. The first three steps hold all that training needs (in
+the second, Adam has its moments, and then DDP its last buckets). So the limit ends after them: to
+save the model may take more. Only Linux has this limit (RLIMIT_DATA).
 """
 
 import ctypes
@@ -23,7 +24,7 @@ steps = []
 
 def count_step(*_):
     steps.append(1)
-    if len(steps) == 2:
+    if len(steps) == 3:
         resource.setrlimit(resource.RLIMIT_DATA, (highest, highest))
 
 
