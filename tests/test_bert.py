@@ -165,6 +165,7 @@ def test_a_saved_model_is_evaluated_without_training(baseline, tmp_path):
     assert "epoch" not in result.out and "validation loss" in result.out
 
 
+@pytest.mark.slow
 def test_questions_without_answers_get_predictions_but_no_scores(baseline, tmp_path):
     """The record is one that the report can read."""
     lines = [json.dumps(row | {"answers": None}) for row in script.read_squad(ROOT / QUESTIONS)]

@@ -260,6 +260,7 @@ ERRORS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_it_cannot_tell_is_one_line(tmp_path):
     (tmp_path / "right.py").write_text((ZOO / "right.py").read_text())
     (tmp_path / "plain.py").write_text("import torch\n\nprint(torch.ones(1))\n")
