@@ -34,7 +34,8 @@ if [ $# -gt 0 ]; then
 else
     set -- "${words[@]}"
 fi
-[ -f "$config" ] || fail "no YAML $config (and a script ends in .py): $(echo accelerate_configs/*.yaml)"
+[ -f "$config" ] ||
+    fail "no YAML $config (and a script ends in .py): $(echo accelerate_configs/*.yaml)"
 [ -f "$script" ] || fail "no script $script in $PWD"
 settings=$(<"$config")
 ! grep "^gpu_ids" <<<"$settings" | grep -qv all ||

@@ -170,7 +170,7 @@ def train(script, flags, dry):
     """
     only = "this counts only scripts that use Accelerate"
 
-    def refuse(*_, **options):
+    def refuse(*_, **__):
         stop(f"{script} calls init_process_group: {only}")
 
     dist.init_process_group = refuse  # Accelerate is connected already.

@@ -169,24 +169,13 @@ def draw(rows, file):
 
     plt.rcParams |= {"svg.hashsalt": "", "font.size": 12}
     places = range(len(rows))
-    one, half, message = (
-        [getattr(row, name) for row in rows] for name in ("one", "half", "message")
-    )
+    left, right = [place - 0.2 for place in places], [place + 0.2 for place in places]
+    half = [row.half for row in rows]
+    message = [max(0, row.message) for row in rows]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for shift, heights, below, color, label in (
-        (-0.2, one, 0, "grey", "one device"),
-        (0.2, half, 0, "tab:blue", "two devices: half of the batch each"),
-        (
-            0.2,
-            [max(0, size) for size in message],
-            half,
-            "tab:red",
-            "two devices: message and wait",
-        ),
-    ):
-        axes.bar(
-            [place + shift for place in places], heights, 0.38, below, color=color, label=label
-        )
+    axes.bar(left, [row.one for row in rows], 0.38, color="grey", label="one device")
+    axes.bar(right, half, 0.38, color="tab:blue", label="two devices: half of the batch each")
+    axes.bar(right, message, 0.38, half, color="tab:red", label="two devices: message and wait")
     axes.set_xticks(places, [f"{row.batch:,}" for row in rows])
     axes.set(xlabel="global batch", ylabel="ms of a step", title="One device, and two")
     axes.legend()

@@ -2,10 +2,10 @@
 
     accelerate launch --config_file YAML docs/lab/limited.py 900MB train_bert_squad.py [FLAG ...]
 
-Each process stands for a device with so many MB (10^6 bytes). What Python and the libraries need
-comes on top, and 40 MB for their threads. The first three steps hold all that training needs (in
-the second, Adam has its moments, and then DDP its last buckets). So the limit ends after them: to
-save the model may take more. Only Linux has this limit (RLIMIT_DATA).
+Each process stands for a device with so many MB (10^6 bytes). It may hold more than that: what
+Python and the libraries need, and 40 MB for their threads. Its first three steps hold all that
+training needs. (Two do not: under DDP with accumulation, the third holds more.) So the limit ends
+after three steps: saving the model may take more. Only Linux has this limit (RLIMIT_DATA).
 """
 
 import ctypes
