@@ -39,7 +39,8 @@ else
 	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V 2>&1)" ] || \
 		echo --clear) .venv
 	[ -z "$(TORCH)" ] || $(PIP) -c $(CONSTRAINTS) --no-deps torch torchvision \
-		--index-url https://download.pytorch.org/whl/$(TORCH)
+		--index-url https://download.pytorch.org/whl/$(TORCH) || { echo "error: no torch from" \
+		"PyTorch's index. Behind a mirror of PyPI, leave out TORCH=$(TORCH)" >&2; exit 1; }
 	$(PIP) -c $(CONSTRAINTS) -r requirements.txt -r requirements-report.txt
 	-$(BIN)/python -m compileall -qq -j4 -x '/tests?/|/transformers/models/(?!auto/|bert/)' .venv/lib
 	echo $(CONSTRAINTS) $(TORCH) > $@

@@ -52,6 +52,13 @@ def test_make_installs_what_was_asked_for(make, tmp_path):
     assert make("setup").code == 0 and "venv --clear" in (tmp_path / "log").read_text()
 
 
+def test_behind_a_mirror_make_says_how_to_install_torch(make, tmp_path):
+    (tmp_path / "pip").write_text("#!/bin/sh\nexit 1\n")
+    done = make("setup TORCH=cpu")
+    assert done.code == 2 and "Behind a mirror of PyPI, leave out TORCH=cpu\n" in done.err
+    assert not (tmp_path / ".venv" / "installed").exists()
+
+
 def test_a_linked_environment_is_used_and_never_changed(make, tmp_path):
     """Nor if requirements are newer. On a single GPU, `make train` compares CPU processes."""
     shared, log = tmp_path / "shared", tmp_path / "launched"
