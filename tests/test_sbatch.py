@@ -119,11 +119,13 @@ def test_two_nodes_train_as_one_machine_and_send_as_many_bytes_as_the_formula_sa
 
 FAILS = """
 import os, time
+from pathlib import Path
 import torch.distributed as dist
-print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.uname().nodename, flush=True)
+rank = os.environ["RANK"]
+Path(f"rank_{rank}").write_text(f"{rank} of {os.environ['WORLD_SIZE']} on {os.uname().nodename}")
 dist.init_process_group("gloo")  # where all ranks meet
 if dist.get_rank() != 3:
-    time.sleep(30)
+    time.sleep(90)
 raise SystemExit("the end of a rank")
 """
 
@@ -134,8 +136,8 @@ def test_the_simple_job_ends_when_a_rank_fails(start, tmp_path):
     (tmp_path / "train_mnist_rnn.py").write_text(FAILS)
     words = "--gpus-per-node=2", ROOT / "sbatch" / "simple.sh"
     log = start(*words, cwd=tmp_path, state="FAILED")()
-    ranks = sorted(re.findall("^. of 4 n.$", log, re.M))
-    assert ranks == ["0 of 4 n1", "1 of 4 n1", "2 of 4 n2", "3 of 4 n2"]
+    ranks = [file.read_text() for file in sorted(tmp_path.glob("rank_*"))]
+    assert ranks == ["0 of 4 on n1", "1 of 4 on n1", "2 of 4 on n2", "3 of 4 on n2"], log
     assert log.count("the end of a rank") == 1, "n1 went on alone"
 
 
