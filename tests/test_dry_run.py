@@ -73,7 +73,9 @@ def test_a_dry_run_counts_what_real_ranks_send_and_hold(
 
 @pytest.mark.parametrize("tool", ["dry_run", pytest.param("verify", marks=pytest.mark.slow)])
 def test_a_script_in_another_folder_gets_its_own_modules(tool, tmp_path):
-    """Also those with the names of folders in tools/. The YAML of ZeRO finds its JSON."""
+    """Also those with the names of folders in tools/. The YAML of ZeRO finds its JSON, and nothing
+    is compiled.
+    """
     for name in ("common", "memory", "watching"):
         (tmp_path / f"{name}.py").write_text("OWN = True\n")
     imports = "import common, memory, watching\nassert common.OWN and memory.OWN and watching.OWN\n"
@@ -84,8 +86,10 @@ def test_a_script_in_another_folder_gets_its_own_modules(tool, tmp_path):
     yaml = f"{ROOT}/accelerate_configs/zero2.yaml"
     words = {"dry_run": ["2", yaml], "verify": ["--steps", "3", *OURS, "--yaml", yaml]}[tool]
     argv = [f"{ROOT}/tools/{tool}.py", *words, "mine.py", "--dataset", "digits"]
-    done = run_forked(["--config_file", f"{ROOT}/{BASELINE[1]}"], argv, root=tmp_path, alone=True)
+    config, env = f"{ROOT}/{BASELINE[1]}", {"TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
+    done = run_forked(["--config_file", config], argv, env=env, root=tmp_path, alone=True)
     assert done.code == 0 and (tmp_path / "runs").is_dir(), done.out + done.err
+    assert not (tmp_path / "compiled").exists()
 
 
 def test_a_script_that_knows_nothing_of_this_project_is_one_of_many_ranks(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ samples in the same order; loaders that read ahead; what is gathered, saved and 
 import functools
 import inspect
 import os
+import sys
 
 import torch
 from accelerate import Accelerator, PartialState, utils
@@ -16,8 +17,19 @@ from watching.differences import CannotTellError
 from watching.steps import patch
 
 
+def keep_deepspeed_from_compiling():
+    """Connecting ranks without a GPU, DeepSpeed 0.19.8 would compile an all-reduce of its own for a
+    minute, and write it into the user's home.
+    """
+    if "deepspeed" in sys.modules or "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def connect_over_gloo():
     """Connect ranks without a GPU. Scripts that were written for GPUs do not do it."""
+    keep_deepspeed_from_compiling()
     fsdp = utils.parse_flag_from_env("ACCELERATE_USE_FSDP")
     zero = utils.parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if not (fsdp or zero):

@@ -623,14 +623,10 @@ def watch_script(folder, gpus, options, script):
     sys.dont_write_bytecode = True  # beside links to the script's modules
     watch = Watch(folder, **options)
     os._exit = watch.leave
-    uses_deepspeed = "deepspeed" in sys.modules or "ACCELERATE_USE_DEEPSPEED" in os.environ
     try:
-        if not gpus and uses_deepspeed:
-            import deepspeed.ops
-
-            # DeepSpeed 0.19.8 would spend 20 seconds compiling it.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if not gpus and not watch.launched:
+        if not gpus and watch.launched:
+            accelerated.keep_deepspeed_from_compiling()
+        elif not gpus:
             accelerated.connect_over_gloo()
         watch.watch()
         if not gpus and watch.launched:
