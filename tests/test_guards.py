@@ -121,6 +121,7 @@ def test_a_run_is_saved_when_its_pipe_or_terminal_closes(end, tmp_path):
         line += f" 2>&1 | tee {tmp_path / 'log'}"
     child, terminal = pty.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
         os.chdir(ROOT)
         os.execvp("bash", ["bash", "--norc", "-i"])
     os.write(terminal, line.encode() + b"\n")

@@ -18,8 +18,8 @@ from watching.steps import patch
 
 
 def keep_deepspeed_from_compiling():
-    """Connecting ranks without a GPU, DeepSpeed 0.19.8 would compile an all-reduce of its own for a
-    minute, and write it into the user's home.
+    """Call this before ranks are connected without a GPU. DeepSpeed 0.19.8 would compile an
+    all-reduce of its own, and write it into the user's home.
     """
     if "deepspeed" in sys.modules or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         import deepspeed.ops
