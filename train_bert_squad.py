@@ -372,7 +372,7 @@ def read_questions(args, split):
     name = "rajpurkar/squad_v2" if args.version_2_with_negative else "rajpurkar/squad"
     if not file:
         return list(itertools.islice(datasets.load_dataset(name, split=split), limit or None))
-    rows = []  # one by one, as an error names the question after them
+    rows = []  # read one by one: an error names the first question that is not in it
     try:
         for row in itertools.islice(read_squad(file), limit or None):
             rows.append(row)

@@ -2,10 +2,10 @@
 
     accelerate launch --config_file YAML docs/lab/limited.py 900MB train_bert_squad.py [FLAG ...]
 
-Each process stands for a device with so many MB (10^6 bytes). It may hold more than that: what
-Python and the libraries need, and 40 MB for their threads. Its first three steps hold all that
-training needs. (Two do not: under DDP with accumulation, the third holds more.) So the limit ends
-after three steps: saving the model may take more. Only Linux has this limit (RLIMIT_DATA).
+Each process stands for a device with so many MB (10^6 bytes). The limit adds to them what Python
+and the libraries need, and 40 MB for their threads. It ends after three steps, because saving the
+model may take more. Fewer steps are not enough: under DDP with accumulation, the third holds more
+than the second. Only Linux has this limit (RLIMIT_DATA).
 """
 
 import ctypes
